@@ -151,9 +151,7 @@ def say(text: str) -> None:
 
 
 def report(
-    parsed: argparse.Namespace,
-    figures: Mapping[str, Any],
-    rows: Mapping[str, Mapping[str, Any]] | None = None,
+    parsed: argparse.Namespace, figures: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:
     """Print the table of the rows, and the figures with where they are from as one line of JSON."""
     where = machine()

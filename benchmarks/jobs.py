@@ -24,9 +24,7 @@ class JobFailedError(Exception):
     """A command failed; the text has its last lines."""
 
 
-def run_command(
-    command: Sequence[str | Path], log: Path, cwd: Path, env: Mapping[str, str] | None = None
-) -> float:
+def run_command(command: Sequence[str | Path], log: Path, cwd: Path, env: Mapping[str, str] | None = None) -> float:
     """Run a command to its end; its seconds. What it and its processes logged is printed if that is not a good one.
 
     Raises `JobFailedError`, and `TimeoutExpired`.
@@ -38,9 +36,7 @@ def run_command(
     try:
         code = process.wait(LONGEST)
     finally:
-        if (
-            code is None
-        ):  # it takes too long, or this program is ended by a signal that the command has got, too
+        if code is None:  # it takes too long, or this program is ended by a signal that the command has got, too
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LEAVE)
@@ -56,14 +52,7 @@ def run_command(
 def make_model(place: Path, seed: int = 1, experts: int = 0) -> Path:
     """The quickstart's model, untrained. experts: in each layer."""
     model = place / ("experts" if experts else "model")
-    command: list[str | Path] = [
-        sys.executable,
-        QUICKSTART / "make_model.py",
-        "--out",
-        model,
-        "--seed",
-        str(seed),
-    ]
+    command: list[str | Path] = [sys.executable, QUICKSTART / "make_model.py", "--out", model, "--seed", str(seed)]
     run_command([*command, "--experts", str(experts)], place / "make_model.log", place)
     return model
 
@@ -73,11 +62,7 @@ def launch(config: str, model: Path, place: Path, name: str, settings: Mapping[s
 
     settings: by key. more: `KEY=VALUE` each. Raises `JobFailedError`.
     """
-    places = {
-        "policy.model_name_or_path": str(model),
-        "train.output_dir": str(place),
-        "train.timestamp": name,
-    }
+    places = {"policy.model_name_or_path": str(model), "train.output_dir": str(place), "train.timestamp": name}
     given = [f"{key}={json.dumps(value)}" for key, value in {**places, **settings}.items()]
     command = [sys.executable, "-P", "-m", "cosmos_launch", "--config", str(QUICKSTART / config)]
     command += [part for setting in (*given, *more) for part in ("--set", setting)]

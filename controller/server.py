@@ -29,15 +29,7 @@ from controller.api.leadership import FrontDoor
 from controller.cancellation import end
 from controller.services.controller import Controller
 from controller.state.job import JobState
-from controller.store import (
-    Fenced,
-    Held,
-    LockHolder,
-    StateStore,
-    StateStoreError,
-    StoreUnavailable,
-    UnsuitableServer,
-)
+from controller.store import Fenced, Held, LockHolder, StateStore, StateStoreError, StoreUnavailable, UnsuitableServer
 from schema.config import Config
 from schema.util.atomic_file import write_text
 from schema.util.threads import exit_after
@@ -87,21 +79,13 @@ class ServerSettings:
 
     @classmethod
     def read(
-        cls,
-        run_dir: Path,
-        host: str | None,
-        port: int | None,
-        environ: Mapping[str, str],
-        *,
-        replace: bool = False,
+        cls, run_dir: Path, host: str | None, port: int | None, environ: Mapping[str, str], *, replace: bool = False
     ) -> Self:
         """From the run directory and the environment. Raises `StartError`."""
         config = _read_config(run_dir / "config.json")
         url = environ.get("COSMOS_REDIS_URL") or config.redis.url
         if not url:
-            raise StartError(
-                "no Redis server is configured: set COSMOS_REDIS_URL (unix://…, redis://…) or redis.url"
-            )
+            raise StartError("no Redis server is configured: set COSMOS_REDIS_URL (unix://…, redis://…) or redis.url")
         names = {caller: f"COSMOS_TOKEN_{caller.upper()}" for caller in CALLERS}
         missing = [name for name in names.values() if not environ.get(name)]
         if missing:
@@ -165,9 +149,7 @@ def _job_id(run_dir: Path) -> str:
 
 def _checked_id(known: str, path: Path) -> str:
     if not _JOB_ID.fullmatch(known):
-        raise StartError(
-            f"{path} holds {known[:80]!r}, which is not a job id: remove the file to start the run anew"
-        )
+        raise StartError(f"{path} holds {known[:80]!r}, which is not a job id: remove the file to start the run anew")
     return known
 
 

@@ -33,9 +33,7 @@ def names_elsewhere() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
                 for ours in rule.converter.ours:
                     if rule.key.removesuffix(".*") != ours:
                         found.setdefault(ours, {}).setdefault(reader.title, {})[rule.key] = None
-    return {
-        ours: {system: tuple(keys) for system, keys in systems.items()} for ours, systems in found.items()
-    }
+    return {ours: {system: tuple(keys) for system, keys in systems.items()} for ours, systems in found.items()}
 
 
 def names_here(name: str) -> tuple[Theirs, ...]:
@@ -45,9 +43,7 @@ def names_here(name: str) -> tuple[Theirs, ...]:
     """
     parts = name.split(".")
     known = _by_last_part()
-    found = [
-        theirs for theirs in known.get(parts[-1], ()) if theirs.key == name or theirs.key.endswith(f".{name}")
-    ]
+    found = [theirs for theirs in known.get(parts[-1], ()) if theirs.key == name or theirs.key.endswith(f".{name}")]
     tables = (".".join([*parts[:end], "*"]) for end in range(len(parts) - 1, 0, -1))
     found = found or next((list(known[key]) for key in tables if key in known), [])
     return tuple(sorted(found, key=lambda theirs: (not theirs.ours, theirs.key != name)))

@@ -146,9 +146,7 @@ HeadOption = Annotated[
 NodeNumber = Annotated[
     int | None,
     typer.Option(
-        "--node",
-        min=0,
-        help="With --head: number of this machine, 0 leads. Unset: SLURM_NODEID, or by its address.",
+        "--node", min=0, help="With --head: number of this machine, 0 leads. Unset: SLURM_NODEID, or by its address."
     ),
 ]
 NoRollouts = Annotated[
@@ -156,9 +154,7 @@ NoRollouts = Annotated[
 ]
 TargetName = Annotated[
     Literal["local", "slurm", "kubernetes"],
-    typer.Option(
-        "--target", help="Where to run it: from here, or as sbatch scripts or manifests that are written."
-    ),
+    typer.Option("--target", help="Where to run it: from here, or as sbatch scripts or manifests that are written."),
 ]
 OutputDirectory = Annotated[
     Path | None,
@@ -177,9 +173,7 @@ SbatchOptions = Annotated[
 ]
 RolloutArray = Annotated[
     bool,
-    typer.Option(
-        "--rollout-array", help="With --target slurm: rollout replicas as an array of jobs of their own."
-    ),
+    typer.Option("--rollout-array", help="With --target slurm: rollout replicas as an array of jobs of their own."),
 ]
 Apply = Annotated[bool, typer.Option("--apply", help="With --target: submit or apply what was written.")]
 DryRun = Annotated[

@@ -86,9 +86,7 @@ class Recipe:
             "engine": fit.engine,
             "model": model or fit.model or (GPU_MODEL if fit.gpus else CPU_MODEL),
             "dtype": "bfloat16" if fit.gpus else "float32",
-            "dtype_note": "the optimizer's copy stays float32"
-            if fit.gpus
-            else "bfloat16 is slow without a GPU",
+            "dtype_note": "the optimizer's copy stays float32" if fit.gpus else "bfloat16 is slow without a GPU",
             "memory": (MEMORY.format(share) if share else "") + "\n",
             **self.values,
             **({} if fit.gpus else self.cpu_values),

@@ -77,9 +77,7 @@ def _lines(listed: list[Value]) -> Iterator[str]:
     sections: dict[str, list[Value]] = {}
     for value in listed:
         sections.setdefault(value.key.rpartition(".")[0], []).append(value)
-    order = {
-        name: number for number, name in enumerate(("", *section_keys()))
-    }  # keys before the first header
+    order = {name: number for number, name in enumerate(("", *section_keys()))}  # keys before the first header
     for number, section in enumerate(sorted(sections, key=order.__getitem__)):
         members = sections[section]
         if section:

@@ -169,9 +169,7 @@ class Restarts:
         if self.role is Role.DATA and code <= SIGNALLED:
             return EndJob(EXIT_FAILED, f"the preparation of the data failed ({describe_exit(code)})")
         if self.role is Role.CONTROLLER and code == EXIT_FENCED:
-            return EndJob(
-                EXIT_FAILED, "another controller has taken over this job in the same Redis (exit code 3)"
-            )
+            return EndJob(EXIT_FAILED, "another controller has taken over this job in the same Redis (exit code 3)")
         if self.role is Role.POLICY and code == EXIT_NO_CHECKPOINT:
             return EndJob(
                 EXIT_FAILED,

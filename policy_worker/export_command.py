@@ -74,9 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.json:
         sys.stdout.write(json.dumps(_written(checkpoint, given.output), indent=2) + "\n")
     else:
-        sys.stdout.write(
-            f"{given.output}: {checkpoint.manifest.architecture} after {checkpoint.step} steps\n"
-        )
+        sys.stdout.write(f"{given.output}: {checkpoint.manifest.architecture} after {checkpoint.step} steps\n")
     return 0
 
 
@@ -88,18 +86,14 @@ def _written(checkpoint: FoundCheckpoint, target: Path) -> dict[str, Any]:
         "architecture": checkpoint.manifest.architecture,
         "step": checkpoint.step,
         "files": {
-            str(path.relative_to(target)): path.stat().st_size
-            for path in sorted(target.rglob("*"))
-            if path.is_file()
+            str(path.relative_to(target)): path.stat().st_size for path in sorted(target.rglob("*")) if path.is_file()
         },
     }
 
 
 def _check_target(target: Path, force: bool) -> None:
     if target.exists() and not force and (not target.is_dir() or any(target.iterdir())):
-        raise SettingsError(
-            f"{target} is there already: choose another name with -o, or --force to replace it"
-        )
+        raise SettingsError(f"{target} is there already: choose another name with -o, or --force to replace it")
 
 
 def export(
@@ -133,14 +127,10 @@ def export(
         else:
             model, gather = _with_adapters(checkpoint, saved, config)
         total, copied = len(list(model.lm.parameters())), prepare_export(model, config, template)
-        write_export(
-            ExportNames(model), gather, config, target, copied, lambda tensors: _progress(tensors, total)
-        )
+        write_export(ExportNames(model), gather, config, target, copied, lambda tensors: _progress(tensors, total))
 
 
-def _with_adapters(
-    checkpoint: FoundCheckpoint, saved: StateFiles, config: Config
-) -> tuple[PolicyModel, Gather]:
+def _with_adapters(checkpoint: FoundCheckpoint, saved: StateFiles, config: Config) -> tuple[PolicyModel, Gather]:
     """The model with its weights, and where those come from that it has trained."""
     assert config.policy.lora is not None
     # Other initialisers may take minutes, for nothing.
@@ -152,9 +142,7 @@ def _with_adapters(
     settings.init_lora_weights = config.policy.lora.init_lora_weights
     wrong = differences(saved.tensors, model_state(model))
     if wrong:
-        raise CheckpointError(
-            f"{checkpoint.path} has adapters of another model or of another kind: {wrong[0]}"
-        )
+        raise CheckpointError(f"{checkpoint.path} has adapters of another model or of another kind: {wrong[0]}")
     try:
         check_base("policy", checkpoint.manifest, model, config)
     except CheckpointError as error:
@@ -176,9 +164,7 @@ def _copy_export(checkpoint: FoundCheckpoint, target: Path) -> None:
 def _check_whole(checkpoint: FoundCheckpoint, names: list[str]) -> None:
     wrong = faults(checkpoint.path, checkpoint.manifest.files, names)
     if wrong:
-        raise DamagedCheckpointError(
-            f"{checkpoint.path} is damaged: {'; '.join(wrong[:3])}: take an older one"
-        )
+        raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {'; '.join(wrong[:3])}: take an older one")
 
 
 def _config_of(checkpoint: FoundCheckpoint, dtype: str | None, model: str, file: Path | None) -> Config:
@@ -215,9 +201,7 @@ def _template(checkpoint: FoundCheckpoint, config: Config) -> str | None:
     except TemplateError as error:
         raise SettingsError(str(error)) from error
     if template is not None:
-        log.warning(
-            "%s has not kept its chat template: the export gets that of %s today", checkpoint.path, KEY
-        )
+        log.warning("%s has not kept its chat template: the export gets that of %s today", checkpoint.path, KEY)
     return template
 
 

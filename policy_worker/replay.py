@@ -116,9 +116,7 @@ def _config_of(path: Path) -> Config:
     except (OSError, ValidationError) as error:
         raise SettingsError(f"{path} cannot be read: {error}") from error
     if not config.is_grpo:
-        raise SettingsError(
-            f"{path}: supervised training records no batches, so there are none to train again"
-        )
+        raise SettingsError(f"{path}: supervised training records no batches, so there are none to train again")
     return config
 
 

@@ -176,9 +176,7 @@ class Session(Caller):
         self._mends = 0
         self._told: object = None
 
-    def register(
-        self, resume_step: int | None = None, snapshot: m.LedgerSnapshot | None = None
-    ) -> m.RegisterReply:
+    def register(self, resume_step: int | None = None, snapshot: m.LedgerSnapshot | None = None) -> m.RegisterReply:
         """Register (again, when it has turned out where the weights come from) and begin to beat.
 
         snapshot: what the checkpoint of `resume_step` holds of the ledger.
@@ -251,9 +249,7 @@ class Session(Caller):
                 if error.code in (m.ErrorCode.STALE_EPOCH, m.ErrorCode.STALE_INCARNATION):
                     raise ReplacedError(str(error)) from error
                 if error.code == m.ErrorCode.CONFLICT and self._several:
-                    raise LeftBehindError(
-                        f"the other policy replicas went on without this one: {error}"
-                    ) from error
+                    raise LeftBehindError(f"the other policy replicas went on without this one: {error}") from error
                 if error.code in (m.ErrorCode.CONFLICT, m.ErrorCode.BAD_REQUEST):
                     raise PolicyError(
                         f"the controller lost history that cannot be declared again: {error}"
@@ -381,9 +377,7 @@ class Session(Caller):
             return False
         return True
 
-    def _compare_history(
-        self, there: tuple[int, int], known: tuple[int, int], seen: int, client: Client
-    ) -> None:
+    def _compare_history(self, there: tuple[int, int], known: tuple[int, int], seen: int, client: Client) -> None:
         """Declare what the controller has lost. there, known: committed steps and newest publication."""
         if there[0] >= known[0] and there[1] >= known[1]:
             self._told = None

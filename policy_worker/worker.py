@@ -139,9 +139,7 @@ def _enter(peers: Peers, registration: Registration, checkpointer: Checkpointer,
     return peers.enter(step, heal)
 
 
-def make_trainer(
-    config: Config, group: RankGroup, total_steps: int, resumption: Resumption | None
-) -> Trainer:
+def make_trainer(config: Config, group: RankGroup, total_steps: int, resumption: Resumption | None) -> Trainer:
     """Random states, model, optimizer and schedule as training begins with them. A collective.
 
     resumption: what will be restored into it.

@@ -56,9 +56,7 @@ def main() -> int:
 def _run(url: str, token: str, name: str, secret: str, parent: int | None, threads: int | None) -> int:
     with without_collections():
         _set_up_libraries(threads)
-        from rollout_worker.worker import (
-            Worker,  # after the environment is known to be right: it takes seconds
-        )
+        from rollout_worker.worker import Worker  # after the environment is known to be right: it takes seconds
 
     watchdog = ExitWatchdog(OK)
 

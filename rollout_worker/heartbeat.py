@@ -23,12 +23,7 @@ class Heartbeat:
     """One loop from registration to leaving, even while the engine boots."""
 
     def __init__(
-        self,
-        session: Session,
-        leases: LeaseTable,
-        metrics: Metrics,
-        shutdown: ShutdownRequest,
-        parent: int | None,
+        self, session: Session, leases: LeaseTable, metrics: Metrics, shutdown: ShutdownRequest, parent: int | None
     ) -> None:
         self._session, self._leases, self._metrics = session, leases, metrics
         self._shutdown, self._parent = shutdown, parent

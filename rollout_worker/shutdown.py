@@ -94,9 +94,7 @@ class LeavingTimes:
 
 def leaving_times(shutdown_timeout: float) -> LeavingTimes:
     """Most of the time is for what cannot be had again; pushes take milliseconds where the controller answers."""
-    return LeavingTimes(
-        0.6 * shutdown_timeout, min(5.0, 0.15 * shutdown_timeout), min(5.0, 0.1 * shutdown_timeout)
-    )
+    return LeavingTimes(0.6 * shutdown_timeout, min(5.0, 0.15 * shutdown_timeout), min(5.0, 0.1 * shutdown_timeout))
 
 
 class ExitWatchdog:

@@ -28,13 +28,7 @@ from rollout_worker.groups.leasing import Leasing
 from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher, shared_payloads
 from rollout_worker.groups.time_share import TimeShare
-from rollout_worker.groups.tokens import (
-    eos_token_ids,
-    import_modules,
-    load_tokenizer,
-    refuse_models,
-    stop_tokens,
-)
+from rollout_worker.groups.tokens import eos_token_ids, import_modules, load_tokenizer, refuse_models, stop_tokens
 from rollout_worker.heartbeat import Heartbeat
 from rollout_worker.lease_table import LeaseTable
 from rollout_worker.metrics import Metrics
@@ -165,9 +159,7 @@ class Worker:
         await leasing.run()
         await self._finish(config, engine, pusher)
 
-    async def _boot(
-        self, config: Config, stack: contextlib.AsyncExitStack
-    ) -> tuple[Engine, Any, dict[int, str]]:
+    async def _boot(self, config: Config, stack: contextlib.AsyncExitStack) -> tuple[Engine, Any, dict[int, str]]:
         """The engine, the tokenizer, and the stop strings that are special tokens."""
         began, model = time.monotonic(), config.policy
         await asyncio.to_thread(import_modules, model)

@@ -39,10 +39,7 @@ GENERATED = {"docs/config.md", "docs/migrate.md"}
 def modules() -> dict[str, Path]:
     """Name -> file of every module of the product; a package is named like its folder."""
     files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    return {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in files
-    }
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
 
 
 def lines(path: Path) -> int:
@@ -111,9 +108,7 @@ def _reached(name: str, needs: Mapping[str, set[str]]) -> set[str]:
 
 
 def roots() -> list[str]:
-    return [
-        name for name, path in modules().items() if path.parent.parent == ROOT and path.name != "__init__.py"
-    ]
+    return [name for name, path in modules().items() if path.parent.parent == ROOT and path.name != "__init__.py"]
 
 
 def crowded() -> dict[str, int]:
@@ -129,9 +124,7 @@ def crowded() -> dict[str, int]:
 def lonely() -> list[str]:
     """Modules under SMALL lines with one importer."""
     count = importers()
-    leaves = {
-        name: path for name, path in modules().items() if path.name not in ("__init__.py", "__main__.py")
-    }
+    leaves = {name: path for name, path in modules().items() if path.name not in ("__init__.py", "__main__.py")}
     return [name for name, path in leaves.items() if count[name] == 1 and lines(path) < SMALL]
 
 
@@ -141,8 +134,7 @@ def long() -> dict[str, int]:
         f"{name}.{node.name}": (node.end_lineno or 0) - node.lineno + 1
         for name, path in modules().items()
         for node in ast.walk(tree(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (node.end_lineno or 0) - node.lineno >= LONG
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= LONG
     }
 
 
@@ -186,9 +178,7 @@ def main() -> None:
         print(f"{package:15} {len(own):4} modules  {sum(map(lines, own)):6} lines {rows:6} rows of tables")
     print(f"\nin package roots: {len(roots())}\ncrowded folders: {crowded() or 'none'}")
     print(f"small modules with one importer: {len(lonely())}", *lonely(), sep="\n    ")
-    print(
-        f"functions over {LONG} lines: {len(long())}", *(f"{k}: {n}" for k, n in long().items()), sep="\n    "
-    )
+    print(f"functions over {LONG} lines: {len(long())}", *(f"{k}: {n}" for k, n in long().items()), sep="\n    ")
     begins = Counter(opening.partition(".")[0] for opening in openings())
     print(f"docstrings that begin as a fragment: {begins.total()}", dict(begins))
     print("circles of files:", *map(sorted, circles()), sep="\n    ")

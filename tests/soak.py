@@ -41,8 +41,7 @@ AREAS = {
         programs=(("chaos", "--kills", "100", "--minutes", "14"),),
     ),
     "signals": Area(
-        "every signal to every process of a job, by the table of docs/operations.md",
-        programs=(("chaos.signals",),),
+        "every signal to every process of a job, by the table of docs/operations.md", programs=(("chaos.signals",),)
     ),
     "exactness": Area(
         "the same bits whoever is killed, and of equal seeds: reinforcement and supervised training",
@@ -129,20 +128,14 @@ def run(name: str) -> bool:
     for command in commands(AREAS[name]):
         _say(f"== {name}: {' '.join(command[1:])}")
         begun = time.monotonic()
-        code = subprocess.run(
-            command, cwd=TESTS.parent, env={**os.environ, "SOAK": "1"}, check=False
-        ).returncode
-        _say(
-            f"== {name}: {'passed' if code == 0 else f'FAILED ({code})'} in {time.monotonic() - begun:.0f} s"
-        )
+        code = subprocess.run(command, cwd=TESTS.parent, env={**os.environ, "SOAK": "1"}, check=False).returncode
+        _say(f"== {name}: {'passed' if code == 0 else f'FAILED ({code})'} in {time.monotonic() - begun:.0f} s")
         good = good and code == 0
     return good
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.soak", description="Run the long proofs of an area."
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Run the long proofs of an area.")
     parser.add_argument("areas", nargs="*", choices=[*AREAS, "all", []], metavar="AREA")
     chosen: list[str] = parser.parse_args(arguments).areas
     if not chosen:

@@ -28,9 +28,7 @@ def section(title: str) -> str:
 
 EXAMPLES = {
     title.strip(): re.findall(r"```diff\n(.*?)```", body, re.DOTALL)
-    for title, body in re.findall(
-        r"^### (An? .*?)\n(.*?)(?=^##|\Z)", section("How to add"), re.MULTILINE | re.DOTALL
-    )
+    for title, body in re.findall(r"^### (An? .*?)\n(.*?)(?=^##|\Z)", section("How to add"), re.MULTILINE | re.DOTALL)
 }
 
 
@@ -114,13 +112,7 @@ def test_the_worked_examples_work(tmp_path: Path) -> None:
     def run(*argv: str) -> str:
         env = {**os.environ, "PYTHONPATH": str(copy)}
         done = subprocess.run(
-            [sys.executable, "-m", *argv],
-            cwd=copy,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
+            [sys.executable, "-m", *argv], cwd=copy, env=env, capture_output=True, text=True, timeout=280, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

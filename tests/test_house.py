@@ -30,8 +30,7 @@ def test_import_rules_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    "module",
-    ["schema.config", "schema.wire.messages", "controller.api.app", "controller.client", "launcher.cli"],
+    "module", ["schema.config", "schema.wire.messages", "controller.api.app", "controller.client", "launcher.cli"]
 )
 def test_light_packages_stay_torch_free(module: str) -> None:
     heavy = "{'torch', 'transformers', 'vllm'} & set(sys.modules)"
@@ -85,9 +84,7 @@ def test_phrases_that_an_engineer_would_not_write_are_rare() -> None:
 
 def calls_of_the_table() -> dict[tuple[str, str], str]:
     """(method, path as a pattern) -> service, of the table in `controller/__init__.py`."""
-    rows = re.findall(
-        r"^\| (?:(GET|POST|DELETE) )?(/[^|]+?) +\|[^|]*\| (\S+) ", controller.__doc__, re.MULTILINE
-    )
+    rows = re.findall(r"^\| (?:(GET|POST|DELETE) )?(/[^|]+?) +\|[^|]*\| (\S+) ", controller.__doc__, re.MULTILINE)
     return {
         (method, re.escape(path).replace("…", "[^?]+")): service
         for method, paths, service in rows

@@ -115,16 +115,11 @@ def test_every_definition_is_of_something_in_the_code(section: str) -> None:
     def is_there(part: str) -> bool:
         cuts = [at for at, letter in enumerate(part) if letter == "_"]
         return part in words or any(
-            is_there(part[:at]) and is_there(part[at:])
-            for cut in cuts
-            for at in (cut, cut + 1)
-            if 0 < at < len(part)
+            is_there(part[:at]) and is_there(part[at:]) for cut in cuts for at in (cut, cut + 1) if 0 < at < len(part)
         )
 
     found = {
-        part.strip("_").removesuffix("_total")
-        for name in documented(section)
-        for part in re.split(r"[*/]", name)
+        part.strip("_").removesuffix("_total") for name in documented(section) for part in re.split(r"[*/]", name)
     }
     assert {
         part for part in found if part and not is_there(part.removeprefix("cosmos_")) and not is_there(part)

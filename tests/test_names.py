@@ -25,9 +25,7 @@ TWO_ENDS = set(re.findall(r"`(\w+)`", SECTION.partition("Two ends of one thing:"
 def modules() -> dict[str, Path]:
     """File -> path of every module of the product, but of readers of other systems' files."""
     files = {str(path.relative_to(counts.ROOT)): path for path in counts.modules().values()}
-    return {
-        file: path for file, path in files.items() if not file.startswith(("schema/interop/", "convert/"))
-    }
+    return {file: path for file, path in files.items() if not file.startswith(("schema/interop/", "convert/"))}
 
 
 def names() -> Iterator[tuple[str, str]]:

@@ -22,9 +22,7 @@ def values(key: str) -> set[str]:
     if key.endswith("fa_version"):
         (low, high) = (next(getattr(m, b) for m in field.metadata if hasattr(m, b)) for b in ("ge", "le"))
         return {str(version) for version in range(low, high + 1)}
-    return {
-        str(value).lower() if isinstance(value, bool) else str(value) for value in choices(field.annotation)
-    }
+    return {str(value).lower() if isinstance(value, bool) else str(value) for value in choices(field.annotation)}
 
 
 def choices(annotation: Any) -> list[Any]:
@@ -51,9 +49,7 @@ def test_every_value_of_every_key_has_a_row_and_none_is_empty() -> None:
     told: dict[str, set[str]] = {}
     for keys, value, *places in rows():
         for place in places:
-            assert place.startswith(("runs", "to be measured", "refused", "it is the default", "the same")), (
-                place
-            )
+            assert place.startswith(("runs", "to be measured", "refused", "it is the default", "the same")), place
         for key in keys:
             assert value not in told.setdefault(key, set()), f"{key} = {value} stands there twice"
             told[key].add(value)

@@ -52,9 +52,7 @@ def links_of(manifest: WeightManifest, piece: Piece) -> list[ChainLink]:
     return [*earlier, ChainLink(version=manifest.version, content_hash=manifest.content_hash, delta=piece)]
 
 
-def cheapest(
-    links: Sequence[ChainLink], held: str | None, broken: Collection[str] = ()
-) -> DownloadPlan | None:
+def cheapest(links: Sequence[ChainLink], held: str | None, broken: Collection[str] = ()) -> DownloadPlan | None:
     """The way to the last link that takes the fewest bytes; of equal ones that with the fewest steps.
 
     links: oldest first; the first one's delta leads from nowhere and is not used. held: content hash of the weights

@@ -70,9 +70,7 @@ class HubNames:
 
     Raises `WeightError`: adapters that cannot be published so."""
 
-    def __init__(
-        self, model: torch.nn.Module, *, lora: Publishes = "merged", without: Collection[str] = ()
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, *, lora: Publishes = "merged", without: Collection[str] = ()) -> None:
         self.stored: dict[str, torch.Tensor] = {n: t for n, t in _stored(model) if n not in without}
         self._convert = None
         if not has_adapters(model):
@@ -84,9 +82,7 @@ class HubNames:
             if lora == "merged":
                 self._convert = _reverse_conversion(base_of(model))
         self._made: dict[Unit, list[TensorSource]] = {}
-        together = (
-            (lambda source: source.name) if self._convert is None else lambda source: _layer_of(source.name)
-        )
+        together = (lambda source: source.name) if self._convert is None else lambda source: _layer_of(source.name)
         for _, group in itertools.groupby(made, key=together):
             members = list(group)
             names = tuple(dict.fromkeys(name for source in members for name in source.names))

@@ -149,9 +149,7 @@ class WeightFile:
 
     def _row(self, name: str, dtype: str, shape: Sequence[int], n_bytes: int) -> str:
         offsets = [self._size, self._size + n_bytes]
-        body = json.dumps(
-            {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}, separators=(",", ":")
-        )
+        body = json.dumps({"dtype": dtype, "shape": list(shape), "data_offsets": offsets}, separators=(",", ":"))
         return f"{json.dumps(name)}:{body}"
 
     def has_room(self, name: str, dtype: str, shape: Sequence[int], n_bytes: int) -> bool:
@@ -159,10 +157,7 @@ class WeightFile:
         if not self._rows:
             return True
         row = self._row(name, dtype, shape, n_bytes)
-        return (
-            self._size + n_bytes <= self._max_bytes
-            and self._header_size + len(row.encode()) + 1 <= self._reserved
-        )
+        return self._size + n_bytes <= self._max_bytes and self._header_size + len(row.encode()) + 1 <= self._reserved
 
     def add(self, name: str, dtype: str, shape: Sequence[int], data: memoryview, value: bytes) -> None:
         """Append one tensor, whose bytes have the digest `value` (see the module's table).
@@ -188,6 +183,4 @@ class WeightFile:
         header = len(text).to_bytes(8, "little") + text
         self._stream.seek(0)
         self._stream.write(header)
-        return FileEntry(
-            name=self.name, n_bytes=self._reserved + self._size, hash=file_hash(header, self._digests)
-        )
+        return FileEntry(name=self.name, n_bytes=self._reserved + self._size, hash=file_hash(header, self._digests))

@@ -70,9 +70,7 @@ def inject(model: Any, keys: LoraConfig) -> None:
         "r": keys.r,
         "lora_alpha": keys.lora_alpha,
         "lora_dropout": keys.lora_dropout,
-        "target_modules": _linear_layers(model)
-        if keys.target_modules == "all-linear"
-        else keys.target_modules,
+        "target_modules": _linear_layers(model) if keys.target_modules == "all-linear" else keys.target_modules,
         "use_rslora": keys.use_rslora,
         "use_dora": keys.use_dora,
         "modules_to_save": keys.modules_to_save,
@@ -88,9 +86,7 @@ def _linear_layers(model: Any) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     output = model.get_output_embeddings()
-    layers = (
-        n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D) and m is not output
-    )
+    layers = (n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D) and m is not output)
     return list(layers)
 
 
@@ -177,14 +173,10 @@ def _factors(
     for (module, adapter), names in sides.items():
         layer = modules[module]
         if layer.merged:
-            raise WeightError(
-                f"the adapters of {module!r} are merged in memory: unmerge them, they are merged here"
-            )
+            raise WeightError(f"the adapters of {module!r} are merged in memory: unmerge them, they are merged here")
         if adapter in layer.active_adapters and not layer.disable_adapters:
             turned = "lora_embedding_" in names["A"] or bool(getattr(layer, "fan_in_fan_out", False))
-            result.setdefault(module, []).append(
-                (names["A"], names["B"], float(layer.scaling[adapter]), turned)
-            )
+            result.setdefault(module, []).append((names["A"], names["B"], float(layer.scaling[adapter]), turned))
     return result
 
 

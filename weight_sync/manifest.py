@@ -102,9 +102,7 @@ def _check_manifest(piece: Piece, manifest: WeightManifest) -> None:
         raise WeightError(f"{uri}: the content hash does not follow from its tensors")
 
 
-def open_file(
-    store: ReadableStore, version: str, file: FileEntry, manifest: WeightManifest
-) -> dict[str, memoryview]:
+def open_file(store: ReadableStore, version: str, file: FileEntry, manifest: WeightManifest) -> dict[str, memoryview]:
     """The stored bytes of the tensors of one data file, every byte of it checked.
 
     version: the folder of the store in which it lies. Raises `NotReadableError`."""

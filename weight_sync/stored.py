@@ -45,9 +45,7 @@ class StoredTensor(NamedTuple):
         bits = f"u{self.dtype.itemsize}"
         stored = np.ndarray(self.shape or (1,), bits, self.file, self.offset)[box.slices()]
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "The given NumPy array is not writable"
-            )  # nothing is written to it
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing is written to it
             for rows in blocks(target.shape):
                 target[rows].copy_(torch.from_numpy(stored[rows]).view(self.dtype))
                 self.file.madvise(mmap.MADV_DONTNEED)  # what was read of it leaves this process's memory

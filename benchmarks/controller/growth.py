@@ -65,9 +65,7 @@ class Run:
         await self.publish(0)
         if not self.controller.job.config.is_grpo:
             return
-        self.rollout = await register(
-            m.RegisterRequest(request_id=request_id(), role="rollout", name="rollout-0")
-        )
+        self.rollout = await register(m.RegisterRequest(request_id=request_id(), role="rollout", name="rollout-0"))
         self.update = self.rollout.publication
 
     async def publish(self, version: int) -> None:
@@ -92,9 +90,7 @@ class Run:
         )  # fmt: skip
         reply = await self.controller.leases.lease(lease)
         if not reply.groups:
-            newer = await self.controller.publications.latest(
-                self.update.id, 0.0, mine, self.rollout.incarnation
-            )
+            newer = await self.controller.publications.latest(self.update.id, 0.0, mine, self.rollout.incarnation)
             self.update = newer or self.update
             return
         items = [

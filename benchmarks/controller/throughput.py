@@ -118,10 +118,7 @@ class Bench:
 
 def _first_lease(service: Service) -> None:
     """Register, publish if nothing is, and lease one group."""
-    with (
-        Client(service.url, TOKENS_OF["policy"]) as policy,
-        Client(service.url, TOKENS_OF["rollout"]) as rollout,
-    ):
+    with Client(service.url, TOKENS_OF["policy"]) as policy, Client(service.url, TOKENS_OF["rollout"]) as rollout:
         trainer, replica = Trainer(policy), Rollout(rollout)
         trainer.publish(trainer.register(resume_step=None).committed_steps)
         replica.register()

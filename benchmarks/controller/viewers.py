@@ -62,9 +62,7 @@ class Bench:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         run = make_run(directory / "run", groups_per_step=4, n_samples=4, bound=16, rows=2000)
         self.service = stack.enter_context(running(controller(run, stack.enter_context(valkey()))))
-        clients = [
-            stack.enter_context(Client(self.service.url, TOKENS[role])) for role in ("policy", "rollout")
-        ]
+        clients = [stack.enter_context(Client(self.service.url, TOKENS[role])) for role in ("policy", "rollout")]
         self._trainer, self._rollout = begin(clients[0], clients[1])
         self._process, self._rate, self._step = psutil.Process(self.service.process.pid), rate, 0
 

@@ -62,14 +62,10 @@ def config_of(path: Path) -> Config:
     )
 
 
-async def tokens_per_second(
-    engine: Engine, settings: SamplingSettings, samples: int, name: str
-) -> dict[str, float]:
+async def tokens_per_second(engine: Engine, settings: SamplingSettings, samples: int, name: str) -> dict[str, float]:
     """Speed of one wave of samples, and the mean number of ids in a set."""
     began, tokens, sizes, ended = time.monotonic(), 0, [0.0], 0
-    engine.submit(
-        [GenerationRequest(f"{name}/{i}", range(1, PROMPT), (i,), settings) for i in range(samples)]
-    )
+    engine.submit([GenerationRequest(f"{name}/{i}", range(1, PROMPT), (i,), settings) for i in range(samples)])
     while ended < samples:
         for sample in await engine.collect():
             ended, tokens = ended + 1, tokens + len(sample.token_ids)
@@ -90,9 +86,7 @@ async def measure(vocabulary: int, samples: int, tokens: int, rounds: int) -> di
             for number in range(rounds):
                 for way, keys in WAYS.items():
                     if keys.get("top_k", 0) < vocabulary:
-                        found = await tokens_per_second(
-                            engine, replace(plain, **keys), samples, f"{way} {number}"
-                        )
+                        found = await tokens_per_second(engine, replace(plain, **keys), samples, f"{way} {number}")
                         best[way] = max(found, best.get(way, found), key=lambda row: row["tokens_s"])
             return {f"{vocabulary}, {way}": row for way, row in best.items()}
         finally:

@@ -93,9 +93,7 @@ class Scenario:
     @property
     def peak(self) -> float:
         """The highest need after the warm-up."""
-        return max(
-            self.needed(self.warm_up + 60.0 * k) for k in range(int(self.seconds - self.warm_up) // 60 + 1)
-        )
+        return max(self.needed(self.warm_up + 60.0 * k) for k in range(int(self.seconds - self.warm_up) // 60 + 1))
 
     def needed(self, now: float) -> float:
         """Replicas with which nobody waits, from the scenario's own numbers."""

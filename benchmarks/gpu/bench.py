@@ -131,9 +131,7 @@ class Bench:
             return AutoModelForCausalLM.from_config(Qwen3Config(**settings), dtype=dtype)
 
 
-def reinforce(
-    bench: Bench, place: Path, name: str, config: str, model: Path, *settings: str
-) -> dict[str, Any]:
+def reinforce(bench: Bench, place: Path, name: str, config: str, model: Path, *settings: str) -> dict[str, Any]:
     """A few steps of one of the quickstart's GRPO jobs; its summary. Raises `JobFailedError`."""
     same = {
         "train.max_num_steps": FEW_STEPS if bench.tiny else 20, "validation.enable": False,

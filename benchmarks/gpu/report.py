@@ -38,15 +38,11 @@ def goals(rows: Mapping[str, list[Row]]) -> list[Row]:
     """Each goal with its figure in the last case of its section, which is the largest; of training in the best."""
     found = []
     for goal in GOALS:
-        values = [
-            row[goal.figure] for row in rows.get(goal.section, []) if isinstance(row.get(goal.figure), float)
-        ]
+        values = [row[goal.figure] for row in rows.get(goal.section, []) if isinstance(row.get(goal.figure), float)]
         value = None
         if values:
             value = max(values) if goal.section == "training" else values[-1]
-        found.append(
-            {"goal": goal.words, "found": value, "reached": None if value is None else goal.reached(value)}
-        )
+        found.append({"goal": goal.words, "found": value, "reached": None if value is None else goal.reached(value)})
     return found
 
 
@@ -80,8 +76,5 @@ def _section(rows: Sequence[Row]) -> list[str]:
         lines += ["", "Right: " + "; ".join(row["case"] for row in right)]
     for figures, group in groups.items():
         columns = ["case", "status", *figures]
-        lines += [
-            "",
-            table_of(["case", "result", *figures], [[row.get(name) for name in columns] for row in group]),
-        ]
+        lines += ["", table_of(["case", "result", *figures], [[row.get(name) for name in columns] for row in group])]
     return lines

@@ -101,10 +101,7 @@ SECTIONS = (
 def fetch(directory: Path) -> int:
     """Download wheels for Python 3.12 on Linux x86-64; the exit code."""
     if lacking := [name for name in FETCHED if not _has(name)]:
-        print(
-            f"{', '.join(lacking)} are not installed here: fetch with the project's own Python",
-            file=sys.stderr,
-        )
+        print(f"{', '.join(lacking)} are not installed here: fetch with the project's own Python", file=sys.stderr)
         return 2
     directory.mkdir(parents=True, exist_ok=True)
     wanted = [f"{name}=={importlib.metadata.version(name)}" for name in FETCHED]
@@ -191,12 +188,7 @@ class Run:
             before = set(descendants(os.getpid()))
             with log.open("wb") as stream:
                 process = subprocess.Popen(  # in a session of its own: whatever it started ends with it
-                    command,
-                    env=self._env,
-                    cwd=ROOT,
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
+                    command, env=self._env, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
                 )
                 try:
                     if code := process.wait(seconds):
@@ -219,9 +211,7 @@ class Run:
         if importlib.util.find_spec(module) is not None:
             return True
         places = self._env["PYTHONPATH"].split(os.pathsep)
-        return any(
-            (Path(place) / module).exists() or (Path(place) / f"{module}.py").exists() for place in places
-        )
+        return any((Path(place) / module).exists() or (Path(place) / f"{module}.py").exists() for place in places)
 
 
 def _end(process: subprocess.Popen[bytes], before: set[int]) -> None:
@@ -258,24 +248,15 @@ def machine() -> Row:
     )
     found: Row = {"torch": None, "gpu": None, "gpus": 0}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240
-        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
         found = json.loads(done.stdout)
     except subprocess.SubprocessError as error:
         print(f"torch does not answer: {error}\n{getattr(error, 'stderr', None) or ''}", file=sys.stderr)
-    return {
-        **found,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    return {**found, "python": platform.python_version(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [section.name for section in SECTIONS]
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes of a rehearsal")

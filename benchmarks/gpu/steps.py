@@ -32,11 +32,7 @@ def config_of(train: dict[str, Any], policy: dict[str, Any] | None = None) -> Co
         "compile": False, "param_dtype": "bfloat16", "sequence_packing": True, "optm_impl": "fused",
         "optm_warmup_steps": 0, "optm_lr": 1e-6, "train_policy": {"type": "sft"},
     }  # fmt: skip
-    model = {
-        "model_name_or_path": "random",
-        "parallelism": {"tp_size": 1},
-        "model_gradient_checkpointing": False,
-    }
+    model = {"model_name_or_path": "random", "parallelism": {"tp_size": 1}, "model_gradient_checkpointing": False}
     return Config.model_validate({"train": usual | train, "policy": model | (policy or {})})
 
 

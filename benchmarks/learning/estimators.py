@@ -47,9 +47,7 @@ def config_of(cell: Cell, model: Path, lag: int) -> Config:
         f'train.train_policy.variant="{loss}"',
     ]
     if LOSSES[loss].clips == "nothing":
-        overrides.append(
-            "train.train_policy.epsilon_high=0.2"
-        )  # the default: the quickstart's would have no effect
+        overrides.append("train.train_policy.epsilon_high=0.2")  # the default: the quickstart's would have no effect
     if estimator == "gae":
         keys = tomllib.loads(CRITIC.read_text())["critic"]
         overrides += [f"critic.{name}={json.dumps(value)}" for name, value in keys.items()]

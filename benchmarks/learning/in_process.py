@@ -117,9 +117,7 @@ class Generator:
         return [[samples[i] for i in range(len(samples))] for samples in done.values()]
 
 
-async def learn(
-    config: Config, folder: Path, steps: int, lag: int = 0, alter: Alter | None = None
-) -> Learned:
+async def learn(config: Config, folder: Path, steps: int, lag: int = 0, alter: Alter | None = None) -> Learned:
     """Train `steps` steps on samples of the weights `lag` steps before, and validate once at the end.
 
     folder: where data are prepared, once for all that train on the same. alter: what is done to a step's samples

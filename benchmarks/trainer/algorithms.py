@@ -77,9 +77,7 @@ def forward_only(group: RankGroup, made: Sequence[Sequence[Sample]]) -> Callable
 def main() -> None:
     given = options(__doc__, rounds=9, answer=(ANSWER, "tokens of the longest answer"))
     group, made = RankGroup(RankEnvironment()), samples(PROMPT, given.answer)
-    steps: dict[str, Callable[[], object]] = {
-        name: variant_of(group, keys, made) for name, keys in VARIANTS.items()
-    }
+    steps: dict[str, Callable[[], object]] = {name: variant_of(group, keys, made) for name, keys in VARIANTS.items()}
     steps["forward only"] = forward_only(group, made)
     ways = {name: partial(timed, step, time.process_time) for name, step in steps.items()}
     times = in_turns(ways, given.rounds)

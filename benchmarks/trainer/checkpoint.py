@@ -93,9 +93,7 @@ class Bench:
         return lambda: future.done() and future.result() is not False
 
     def _state(self) -> dict[str, torch.Tensor]:
-        return {
-            key: t for state in state_to_save(self.trainer, CONTENTS).values() for key, t in state.items()
-        }
+        return {key: t for state in state_to_save(self.trainer, CONTENTS).values() for key, t in state.items()}
 
 
 def measure(bench: Bench, save: Save, place: Path, settle: int = 3) -> dict[str, float]:

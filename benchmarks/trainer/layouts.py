@@ -65,9 +65,7 @@ def main() -> None:
         model = prepare_model(PolicyModel(lm), packed=True, recompute=False).to(DEVICE)
         for shape, lengths in SHAPES.items():
             samples = make_samples(groups, *lengths)
-            times = in_turns(
-                {name: partial(seconds, model, samples, name) for name in VARIANTS}, given.rounds
-            )
+            times = in_turns({name: partial(seconds, model, samples, name) for name in VARIANTS}, given.rounds)
             padded = times.pop("padded")
             rows[f"{size} {shape}"] = {name: ratio(padded, taken) for name, taken in times.items()}
     report(given, {"device": DEVICE, **rows}, rows)

@@ -95,9 +95,7 @@ def main() -> None:
         "largest_relative_error": error,
     }
     report(
-        given,
-        {**figures, **rows},
-        rows | {"ratio": dict(zip(("seconds", "MiB"), figures.values(), strict=False))},
+        given, {**figures, **rows}, rows | {"ratio": dict(zip(("seconds", "MiB"), figures.values(), strict=False))}
     )
 
 

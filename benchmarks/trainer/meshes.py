@@ -71,11 +71,7 @@ def main() -> None:
         taken[mesh] = on_ranks(math.prod(sizes_of(mesh).values()), "benchmarks.trainer.meshes", *arguments)
     alone, cpu_alone = taken[ALONE]
     rows = {
-        mesh: {
-            "seconds": seconds,
-            "over one rank's": seconds / alone,
-            "CPU time over one rank's": cpu / cpu_alone,
-        }
+        mesh: {"seconds": seconds, "over one rank's": seconds / alone, "CPU time over one rank's": cpu / cpu_alone}
         for mesh, (seconds, cpu) in taken.items()
     }
     report(given, {"one_rank_s": alone, "one_rank_cpu_s": cpu_alone, "meshes": rows}, rows)

@@ -38,9 +38,7 @@ def main() -> None:
     for width in (0.6, 0.9, 1.2):
         for cap in (8192, 16384, 32768):
             rng = np.random.default_rng(0)
-            lengths = np.clip(rng.lognormal(6.5, width, (given.steps, given.samples)), 16, LONGEST).astype(
-                int
-            )
+            lengths = np.clip(rng.lognormal(6.5, width, (given.steps, given.samples)), 16, LONGEST).astype(int)
             steps = np.array([figures_of(step.tolist(), cap, given.ranks) for step in lengths])
             rows[f"{width}, {cap}"] = {
                 title: float(value)

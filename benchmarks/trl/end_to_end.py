@@ -43,10 +43,7 @@ class Bench:
     def ours(self) -> dict[str, float]:
         """One asynchronous run."""
         self.runs += 1
-        name, settings = (
-            f"ours-{self.runs}",
-            {"train.seed": self.given.seed, "train.max_num_steps": self.steps},
-        )
+        name, settings = (f"ours-{self.runs}", {"train.seed": self.given.seed, "train.max_num_steps": self.steps})
         settings |= {"validation.enable": False}
         config = "grpo_plain.toml" if self.given.engine == "transformers" else "grpo_vllm.toml"
         if self.given.engine == "vllm":

@@ -37,9 +37,7 @@ Times = dict[str, float]
 
 def ours(lm: Any, made: list[list[Sample]]) -> Callable[[], Times]:
     model = prepare_model(PolicyModel(lm), packed=True, recompute=False)
-    step = step_of(
-        RankGroup(RankEnvironment()), config_of({"train": {"sequence_packing": True}}), model, made
-    )
+    step = step_of(RankGroup(RankEnvironment()), config_of({"train": {"sequence_packing": True}}), model, made)
 
     def measured() -> Times:
         spent = time.process_time()

@@ -11,14 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rollout_worker.engines.scatter import (
-    PublishedTensor,
-    WeightMap,
-    WeightSlot,
-    region_of,
-    storage_of,
-    whole,
-)
+from rollout_worker.engines.scatter import PublishedTensor, WeightMap, WeightSlot, region_of, storage_of, whole
 from schema.wire.weights import ChainLink, Publication, TensorEntry
 from weight_sync.delta.delta import open_delta
 from weight_sync.hf_names import hub_tensors
@@ -114,9 +107,7 @@ class Versions:
         self._table: dict[str, TensorEntry] = {}
         self._links: list[ChainLink] = []
 
-    def publish(
-        self, store: Store, write: Callable[[Stage], WrittenPart]
-    ) -> tuple[Publication, WrittenPart, float]:
+    def publish(self, store: Store, write: Callable[[Stage], WrittenPart]) -> tuple[Publication, WrittenPart, float]:
         """Write, describe and commit one; what was written, and the seconds that it took."""
         began, target = time.perf_counter(), version_name(0, self._number, "")
         with store.stage(target) as stage:
@@ -127,9 +118,7 @@ class Versions:
             made = finish(stage, target, manifest)
             seconds = time.perf_counter() - began
         self._table |= manifest.tensors
-        self._links.append(
-            ChainLink(version=self._number, content_hash=made.content_hash, **{made.kind: made.piece})
-        )
+        self._links.append(ChainLink(version=self._number, content_hash=made.content_hash, **{made.kind: made.piece}))
         self._number += 1
         publication = Publication(
             id=self._number, version=manifest.version, timeline=0, uri=made.uri, manifest_hash=made.manifest_hash,

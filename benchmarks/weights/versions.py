@@ -184,15 +184,9 @@ def show(rows: dict[str, Figures]) -> Figures:
     codec = {title: {step: speeds[f"{step}{suffix}"] for step in STEPS} for title, suffix in by.items()}
     codec["bytes"] = {"encode": delta["bytes"], "xor+zstd encode": speeds["xor+zstd bytes"]}
     ways = {name: row for name, row in rows.items() if name != "codec"}
-    print(
-        table(codec), table({name: {s: row.get(s) for s in STAGES} for name, row in ways.items()}), sep="\n\n"
-    )
-    pauses = {
-        name: rows[f"{name} delta"]["pause"] / rows[f"{name} delta"]["all"] for name in ("1gbit", "shm")
-    }
-    ratios = {
-        f"time_ratio_{name}": rows[f"{name} delta"]["all"] / rows[f"{name} plain"]["all"] for name in pauses
-    }
+    print(table(codec), table({name: {s: row.get(s) for s in STAGES} for name, row in ways.items()}), sep="\n\n")
+    pauses = {name: rows[f"{name} delta"]["pause"] / rows[f"{name} delta"]["all"] for name in ("1gbit", "shm")}
+    ratios = {f"time_ratio_{name}": rows[f"{name} delta"]["all"] / rows[f"{name} plain"]["all"] for name in pauses}
     print(f"\npause as share of the whole: {pauses}")
     return {
         "bytes_ratio": delta["bytes"], "changed": delta["changed"], **ratios, "encode_gb_s": speeds["encode"],

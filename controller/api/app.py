@@ -65,9 +65,7 @@ def build(controller: Controller) -> FastAPI:
 def create_app(controller: Controller, tokens: JobTokens) -> ASGIApp:
     """The application behind its middleware."""
     config, store = controller.job.config.controller, controller.job.store
-    limited = BodyLimit(
-        FastPath(build(controller)), store, config.max_request_bytes, config.max_buffered_bytes
-    )
+    limited = BodyLimit(FastPath(build(controller)), store, config.max_request_bytes, config.max_buffered_bytes)
     return Pages(AuthMiddleware(LeaderGate(limited, store), tokens))
 
 

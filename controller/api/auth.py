@@ -103,9 +103,7 @@ class AuthMiddleware:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         size = sum(len(name) + len(value) for name, value in headers) + len(scope.get("query_string", b""))
         if len(headers) > MAX_HEADERS or size > MAX_HEAD_BYTES:
-            detail = (
-                f"at most {MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes of headers and address are read"
-            )
+            detail = f"at most {MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes of headers and address are read"
             await problem(ErrorCode.TOO_LARGE, detail, status=431)(scope, receive, send)
             return
         if scope["path"] in OPEN:

@@ -81,8 +81,7 @@ class LeaderGate:
         if not path.startswith("/v1/") or path in OPEN or self._store.in_charge:
             await self._app(scope, receive, send)
             return
-        detail = (
-            "this controller could not renew its lock in Redis in time and may not be in charge any more: "
-            + (self._store.outage or "it waits for an answer of Redis")
+        detail = "this controller could not renew its lock in Redis in time and may not be in charge any more: " + (
+            self._store.outage or "it waits for an answer of Redis"
         )
         await problem(ErrorCode.STANDBY, detail, headers=RETRY_AFTER)(scope, receive, send)

@@ -41,9 +41,7 @@ class JobCollector(Collector):
         replicas: Samples = {(role,): float(count) for role, count in status.replicas.items()}
         yield _gauge("replicas", "Live replicas", replicas, ("role",), job)
         idle: Samples = {(role,): value for role, value in status.idle.items()}
-        yield _gauge(
-            "idle_fraction", "Fraction of time without work since training began", idle, ("role",), job
-        )
+        yield _gauge("idle_fraction", "Fraction of time without work since training began", idle, ("role",), job)
         groups: Samples = {(state,): float(count) for state, count in ledger.states.items()}
         yield _gauge("groups", "Groups by state", groups, ("state",), job)
         dropped = CounterMetricFamily("cosmos_groups_dropped", "Dropped groups", labels=("job", "reason"))
@@ -61,9 +59,7 @@ class JobCollector(Collector):
                 ("accuracy", "Accuracy", last.accuracy),
             ):
                 if number is not None:
-                    yield _gauge(
-                        f"validation_{name}", f"{what} of the last validation", {(): number}, (), job
-                    )
+                    yield _gauge(f"validation_{name}", f"{what} of the last validation", {(): number}, (), job)
         alarms: Samples = {(alarm.name,): 1.0 for alarm in status.alarms}
         yield _gauge("alarm", "1 for each alarm that is on", alarms, ("name",), job)
         yield from self._weights(status.weights, job)
@@ -77,11 +73,7 @@ class JobCollector(Collector):
         if (seen := found.measures) is not None:
             for name, text, value in (
                 ("wait_fraction", "Share of its time that the trainer waited for samples", seen.wait),
-                (
-                    "throttled_fraction",
-                    "Share of what replicas could hold and the bound refused",
-                    seen.throttled,
-                ),
+                ("throttled_fraction", "Share of what replicas could hold and the bound refused", seen.throttled),
                 ("need", "Rollout replicas with which neither side would wait", seen.need),
             ):
                 yield _gauge(f"autoscale_{name}", text, {(): value}, (), job)
@@ -97,12 +89,7 @@ class JobCollector(Collector):
         yield seconds
         for name, text, labels, values in (
             ("publications", "Published weight versions", ("kind",), _by(updates.published)),
-            (
-                "published_bytes",
-                "Bytes of published weight versions",
-                ("kind",),
-                _by(updates.published_bytes),
-            ),
+            ("published_bytes", "Bytes of published weight versions", ("kind",), _by(updates.published_bytes)),
             ("fetched_bytes", "Bytes that replicas fetched", (), {(): float(updates.fetched_bytes)}),
             (
                 "updates",
@@ -139,9 +126,7 @@ def _rewards(status: JobStatus, job: str) -> Iterator[Metric]:
     scored = CounterMetricFamily("cosmos_rewards_scored", "Samples that were scored", labels=("job",))
     scored.add_metric((job,), rewards.scored)
     yield scored
-    failed = CounterMetricFamily(
-        "cosmos_rewards_failed", "Samples whose rewards failed", labels=("job", "kind")
-    )
+    failed = CounterMetricFamily("cosmos_rewards_failed", "Samples whose rewards failed", labels=("job", "kind"))
     for kind, count in rewards.failed.items():
         failed.add_metric((job, kind), count)
     yield failed
@@ -163,9 +148,7 @@ def _by(counts: Mapping[str, int]) -> Samples:
 
 def _staleness(counts: Mapping[int, int], job: str) -> HistogramMetricFamily:
     """Trained samples by the age of their oldest token, in steps; none is above the last end of use."""
-    family = HistogramMetricFamily(
-        "cosmos_staleness", "Staleness of trained samples, in steps", labels=("job",)
-    )
+    family = HistogramMetricFamily("cosmos_staleness", "Staleness of trained samples, in steps", labels=("job",))
     total = float(sum(counts.values()))
     ends = [(str(end), float(sum(n for age, n in counts.items() if age <= end))) for end in STALENESS_ENDS]
     family.add_metric((job,), [*ends, ("+Inf", total)], float(sum(age * n for age, n in counts.items())))

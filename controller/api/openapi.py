@@ -52,20 +52,12 @@ def takes_frame(description: str) -> dict[str, Any]:
 
 
 def _takes(content_type: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "openapi_extra": {
-            "requestBody": {"required": True, "content": {content_type: {"schema": dict(schema)}}}
-        }
-    }
+    return {"openapi_extra": {"requestBody": {"required": True, "content": {content_type: {"schema": dict(schema)}}}}}
 
 
-def answers(
-    content_type: str, description: str, schema: dict[str, Any] | None = None
-) -> dict[int | str, Any]:
+def answers(content_type: str, description: str, schema: dict[str, Any] | None = None) -> dict[int | str, Any]:
     """The description of an answer that is not a model."""
-    return {
-        200: {"description": description, "content": {content_type: {"schema": schema or {"type": "string"}}}}
-    }
+    return {200: {"description": description, "content": {content_type: {"schema": schema or {"type": "string"}}}}}
 
 
 FRAME_ANSWER = answers(CONTENT_TYPE, "Frame bytes.", {"type": "string", "format": "binary"})

@@ -63,18 +63,7 @@ STARTS = 16
 """Starts whose median counts."""
 
 Kind = Literal[
-    "unknown",
-    "enough",
-    "settling",
-    "more",
-    "fewer",
-    "limit",
-    "bound",
-    "both",
-    "ending",
-    "hold",
-    "manual",
-    "over",
+    "unknown", "enough", "settling", "more", "fewer", "limit", "bound", "both", "ending", "hold", "manual", "over"
 ]
 
 
@@ -260,10 +249,7 @@ class Autoscaler:
         if full or min(left, waited) < takes or seen.working < memory.desired or goal <= memory.desired:
             return self._keep("unknown", unknown)
         return self._set(
-            now,
-            goal,
-            "more",
-            f"the first step needs {batch} groups and has {beginning.ready}: {left:.0f} s more",
+            now, goal, "more", f"the first step needs {batch} groups and has {beginning.ready}: {left:.0f} s more"
         )
 
     # ---- more ---------------------------------------------------------------------------------------------
@@ -322,10 +308,7 @@ class Autoscaler:
     def _limited(self, waits: str) -> tuple[Kind, str]:
         limits, useful = self.limits, self.memory.useful
         if useful and useful <= self.memory.desired:
-            return (
-                "bound",
-                f"{waits}, but {self._bound()}, and more than {useful} replicas made no more of them",
-            )
+            return ("bound", f"{waits}, but {self._bound()}, and more than {useful} replicas made no more of them")
         if self.memory.desired >= limits.maximum:
             return "limit", f"{waits}, but autoscale.max_replicas = {limits.maximum}"
         return "bound", f"{waits}, but {self._bound()}: more replicas would have nothing to do"
@@ -347,9 +330,7 @@ class Autoscaler:
         desired, grown = memory.desired, memory.desired / before
         if grown <= 1.0:
             return None
-        if measured.wait <= self.limits.target_wait or measured.supply >= made * (
-            1.0 + TRIED * (grown - 1.0)
-        ):
+        if measured.wait <= self.limits.target_wait or measured.supply >= made * (1.0 + TRIED * (grown - 1.0)):
             # More of them hold fewer groups each, and look the less needed.
             memory.headroom = min(max(memory.headroom, desired / need * grown), MOST_HEADROOM)
             memory.headroom_at = now
@@ -451,9 +432,7 @@ def _missing(working: int, desired: int) -> str:
 def _rates(measured: Measured) -> str:
     """Demand and supply in words."""
     least, most = f"{measured.need:.1f}", f"{measured.most_needed:.1f}"
-    held_back = (
-        f" with {1 - measured.throttled:.0%} of what it can hold" if measured.throttled >= 0.01 else ""
-    )
+    held_back = f" with {1 - measured.throttled:.0%} of what it can hold" if measured.throttled >= 0.01 else ""
     return (
         f"it takes {measured.demand:.3g} groups/s while it works, a replica makes {measured.rate:.3g}{held_back}, "
         f"so {least if least == most else f'{least} to {most}'} would do"

@@ -16,13 +16,7 @@ from schema.wire import messages as m
 from schema.wire.frame import CONTENT_TYPE, pack_bundle
 from schema.wire.messages.autoscale import AutoscaleStatus, ScaleRequest
 from schema.wire.messages.members import MemberReply, MemberRequest
-from schema.wire.messages.recovery import (
-    DeclaredLeases,
-    DeclareLeases,
-    DeclareReply,
-    DeclareRequest,
-    ReplayRequest,
-)
+from schema.wire.messages.recovery import DeclaredLeases, DeclareLeases, DeclareReply, DeclareRequest, ReplayRequest
 from schema.wire.messages.time_share import TurnReply, TurnRequest
 from schema.wire.sample_file import Order
 from schema.wire.weights import Publication
@@ -254,9 +248,7 @@ def samples(
 ) -> Call[list[m.SampleRecord]]:
     """Samples that are kept as text."""
     wanted = {"kind": kind, "step": step, "order": order, "limit": limit}
-    params: dict[str, str | int | float] = {
-        name: value for name, value in wanted.items() if value is not None
-    }
+    params: dict[str, str | int | float] = {name: value for name, value in wanted.items() if value is not None}
     return Call("GET", "/v1/samples", _model(list[m.SampleRecord]), params=params)
 
 
@@ -291,15 +283,11 @@ def ready() -> Call[None]:
 
 def announce(meeting_id: str, meeting: m.Meeting) -> Call[None]:
     """Say where rank 0 of a policy replica waits for its peers."""
-    return Call(
-        "POST", f"/v1/replicas/meetings/{meeting_id}", _nothing, body=meeting.model_dump_json().encode()
-    )
+    return Call("POST", f"/v1/replicas/meetings/{meeting_id}", _nothing, body=meeting.model_dump_json().encode())
 
 
 def find_meeting(meeting_id: str, wait_s: float = 0.0) -> Call[m.Meeting | None]:
     """Where rank 0 waits; None when the wait is over and it has not come."""
     read = _model(m.Meeting)
     path, params = f"/v1/replicas/meetings/{meeting_id}", {"wait_s": wait_s}
-    return Call(
-        "GET", path, lambda a: None if a.status == 204 else read(a), params=dict(params), wait_s=wait_s
-    )
+    return Call("GET", path, lambda a: None if a.status == 204 else read(a), params=dict(params), wait_s=wait_s)

@@ -205,8 +205,7 @@ class _Attempts:
         if waited >= client.patience:
             if reason:
                 raise NotServing(
-                    f"the controller at {', '.join(client.urls)} cannot serve now: {reason} ({self._what})",
-                    reason,
+                    f"the controller at {', '.join(client.urls)} cannot serve now: {reason} ({self._what})", reason
                 )
             long = f" for {waited:.0f} s" if waited >= 1.0 else ""
             raise ControllerLost(
@@ -269,9 +268,7 @@ def _context(url: str, tls_ca: str | None) -> ssl.SSLContext:
     try:
         return _trusting(os.environ.get("COSMOS_TLS_CA", "") if tls_ca is None else tls_ca)
     except TlsFileError as error:
-        raise Untrusted(
-            f"{error}: COSMOS_TLS_CA or controller.tls_ca must name a file of authorities"
-        ) from None
+        raise Untrusted(f"{error}: COSMOS_TLS_CA or controller.tls_ca must name a file of authorities") from None
 
 
 def _cause(url: str, error: httpx.TransportError) -> str:
@@ -301,9 +298,7 @@ class Client(_Base):
         self._http = httpx.Client(
             base_url=self.url,
             headers=self._headers,
-            limits=httpx.Limits(
-                max_connections=100, max_keepalive_connections=20, keepalive_expiry=KEEP_IDLE
-            ),
+            limits=httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=KEEP_IDLE),
             trust_env=False,
             verify=_context(url, tls_ca),
         )
@@ -353,11 +348,7 @@ class AsyncClient(_Base):
         super().__init__(url, token, patience, secret)
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=32, keepalive_expiry=KEEP_IDLE)
         self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers=self._headers,
-            limits=limits,
-            trust_env=False,
-            verify=_context(url, tls_ca),
+            base_url=self.url, headers=self._headers, limits=limits, trust_env=False, verify=_context(url, tls_ca)
         )
 
     def _trace(self, url: str) -> Callable[[str, Mapping[str, Any]], Coroutine[Any, Any, None]]:

@@ -134,9 +134,7 @@ def create_app(runs: Sequence[RunFiles], token: str) -> ASGIApp:
     """The pages, and the calls of each run below `/runs/<number>/v1`."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     install(app)
-    shown = [
-        ShownRun(name=name, base=f"/runs/{number}/v1", live=False) for number, name in enumerate(names(runs))
-    ]
+    shown = [ShownRun(name=name, base=f"/runs/{number}/v1", live=False) for number, name in enumerate(names(runs))]
     routers = [sessions(shown)]
     for run, link in zip(runs, shown, strict=True):
         routers += [views(run, link.base), run_calls(run, link.base)]

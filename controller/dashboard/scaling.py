@@ -115,11 +115,7 @@ class ScaleHistory:
         """A decision. Raises KeyError, TypeError or ValueError for data of another version."""
         data = event.data
         found = d.ScaleDecision(
-            at=event.at,
-            before=data["before"],
-            desired=data["desired"],
-            kind=data["why"],
-            reason=data["reason"],
+            at=event.at, before=data["before"], desired=data["desired"], kind=data["why"], reason=data["reason"]
         )
         for count in (found.before, found.desired):
             if self._wanted.last != count:

@@ -116,9 +116,7 @@ class EventHistory:
         for step, at in steps.curve("at"):
             moments.add(at or 0.0, step)
         return d.Timeline(
-            lanes=[
-                lane.model_copy(update={"spans": list(lane.spans)}) for _, lane in sorted(self._lanes.items())
-            ],
+            lanes=[lane.model_copy(update={"spans": list(lane.spans)}) for _, lane in sorted(self._lanes.items())],
             marks=list(self._marks),
             publications=self._publications.kept,
             steps=moments.kept,
@@ -270,9 +268,7 @@ class RunView(ABC):
     ) -> list[SampleRecord]:
         """See `sample_file.find`."""
         folder = sample_file.folder_of(self.run_dir)
-        return await self._read(
-            lambda: sample_file.find(folder, kind=kind, step=step, order=order, limit=limit)
-        )
+        return await self._read(lambda: sample_file.find(folder, kind=kind, step=step, order=order, limit=limit))
 
     async def kept(self) -> d.KeptSamples:
         """Which files of samples there are."""

@@ -48,9 +48,7 @@ def read_prompt(value: Any, where: str) -> str | list[Message]:
         value = parsed
     messages = read_messages(value, where)
     if messages and messages[-1]["role"] == "assistant":
-        raise DataError(
-            f"{where}: the prompt ends with an assistant turn; it must end where the model begins"
-        )
+        raise DataError(f"{where}: the prompt ends with an assistant turn; it must end where the model begins")
     return messages
 
 
@@ -136,9 +134,7 @@ def read_tools(value: Any, where: str) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise DataError(
-            f"{where}: `tools` must be a list of definitions, not {type(tools).__name__}; {_RENAME}"
-        )
+        raise DataError(f"{where}: `tools` must be a list of definitions, not {type(tools).__name__}; {_RENAME}")
     tools = [_tool(tool, where) if isinstance(tool, str) else jsonable(tool) for tool in tools]
     if wrong := [tool for tool in tools if not isinstance(tool, dict)]:
         raise DataError(f"{where}: `tools` holds {wrong[0]!r:.50}, which is not a definition; {_RENAME}")

@@ -81,9 +81,7 @@ def _read(config: Config, report: DataReport, file: TextIO) -> None:
     logger.info("%s rows of %s read", f"{rows.read:,}", source.name)
 
 
-def read_row(
-    config: Config, source: RowSource, i: int, row: dict[str, Any], report: FileReport
-) -> dict[str, Any]:
+def read_row(config: Config, source: RowSource, i: int, row: dict[str, Any], report: FileReport) -> dict[str, Any]:
     """One line of the file. Raises `DataError` for a row without answers, reference or known source.
 
     What becomes of columns is noted in the report.

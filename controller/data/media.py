@@ -44,9 +44,7 @@ USUAL_COLUMNS = {
 """
 
 
-def refuse_media(
-    dataset: DatasetConfig, section: str, row: Row, prompt: str | list[Message], where: str
-) -> None:
+def refuse_media(dataset: DatasetConfig, section: str, row: Row, prompt: str | list[Message], where: str) -> None:
     """Refuse a row that is not of text alone; with an empty `image_column_name` the user says that all rows are.
 
     section: the config section of `dataset`. where: how an error names the row. Raises `DataError`.
@@ -65,9 +63,7 @@ def refuse_media(
         if placeholder := _PLACEHOLDER.search(turn["content"]):
             raise _refusal(where, f"its prompt has {placeholder[0]}", section)
         if (tag := _TAG.search(turn["content"])) and (column := _media_column(row)):
-            raise _refusal(
-                where, f"its prompt has {tag[0]}, and the column `{column}` looks like media", section
-            )
+            raise _refusal(where, f"its prompt has {tag[0]}, and the column `{column}` looks like media", section)
 
 
 def _media_column(row: Row) -> str:

@@ -53,9 +53,7 @@ def prepare(config: Config, run_dir: Path, report_only: bool = False) -> dict[st
         if not report_only and (earlier := run_dir / "data" / "train.safetensors").exists():
             earlier.unlink()  # however this ends, it is not data of this configuration
             if kept_template(run_dir) != template:
-                logger.warning(
-                    "earlier steps of this run were trained with another chat template of the job's own"
-                )
+                logger.warning("earlier steps of this run were trained with another chat template of the job's own")
         report.files |= {role: prepared.report for role, prepared in ready}
         _note_trained(dict(ready))
         refuse_bad(report)
@@ -118,8 +116,7 @@ def _note_trained(ready: dict[Role, Prepared]) -> None:
     if "validation" not in ready:
         return
     trained, validated = (
-        np.array([hash(ids.tobytes()) for ids in ready[role].token_ids], np.int64)
-        for role in ("train", "validation")
+        np.array([hash(ids.tobytes()) for ids in ready[role].token_ids], np.int64) for role in ("train", "validation")
     )
     rows = ready["validation"]
     for i in np.flatnonzero(np.isin(validated, trained)).tolist():
@@ -208,9 +205,7 @@ def _check_left(role: Role, report: FileReport) -> None:
     if report.kept:
         return
     reasons = "; ".join(f"{rows.count} with {reason}" for reason, rows in report.left_out.items())
-    raise DataError(
-        f"{role}: no row of {report.source} is left" + (f": {reasons}" if reasons else ": it is empty")
-    )
+    raise DataError(f"{role}: no row of {report.source} is left" + (f": {reasons}" if reasons else ": it is empty"))
 
 
 def _write(path: Path, prepared: Prepared) -> None:

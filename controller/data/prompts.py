@@ -99,9 +99,7 @@ def tools_of(raw: Row, where: str, shows_tools: bool, out: Prepared) -> list[Any
 
 
 _NOT_IN_PROMPT = {
-    **dict.fromkeys(
-        ("system", "system_prompt"), "put it before the prompt's messages, as one of the role system"
-    ),
+    **dict.fromkeys(("system", "system_prompt"), "put it before the prompt's messages, as one of the role system"),
     **dict.fromkeys(("history", "documents"), "write it into the prompt's messages"),
     **dict.fromkeys(("functions", "functions_json"), "call the column `tools`"),
     "chat_template_kwargs": "rollout.multi_turn_config has enable_thinking for all rows",
@@ -110,11 +108,7 @@ _NOT_IN_PROMPT = {
 
 
 def note_not_in_prompt(
-    raw: Row,
-    read: Collection[str],
-    where: str,
-    out: Prepared,
-    others: Mapping[str, str] = MappingProxyType({}),
+    raw: Row, read: Collection[str], where: str, out: Prepared, others: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Note columns of a row that other systems would put into its prompt.
 

@@ -59,9 +59,7 @@ class Prepared:
         report.kept = kept
         if self.lengths:
             p50, p99, longest = np.percentile(self.lengths, (50, 99, 100), method="inverted_cdf").tolist()
-            report.lengths = Lengths(
-                p50=p50, p99=p99, longest=longest, limit=bound.tokens, reason=bound.reason
-            )
+            report.lengths = Lengths(p50=p50, p99=p99, longest=longest, limit=bound.tokens, reason=bound.reason)
         chosen = sorted({0, kept // 2, kept - 1}) if kept else []
         report.samples = [decode(self.token_ids[i])[:LONGEST_SAMPLE] for i in chosen]
         return self
@@ -138,10 +136,7 @@ def reported(run_dir: Path) -> Iterator[DataReport]:
     Who ends well writes it, before the data.
     """
     report = DataReport()
-    kept, ours = (
-        _Kept(report.warnings),
-        [logging.getLogger(name) for name in ("controller.data", "tokenization")],
-    )
+    kept, ours = (_Kept(report.warnings), [logging.getLogger(name) for name in ("controller.data", "tokenization")])
     for part in ours:
         part.addHandler(kept)
     try:
@@ -266,9 +261,7 @@ def command(
     work: takes the config of `--run-dir` and that directory, and by name the options that `add` adds.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
-    parser.add_argument(
-        "--run-dir", type=Path, required=True, help="directory of the run, with its config.json"
-    )
+    parser.add_argument("--run-dir", type=Path, required=True, help="directory of the run, with its config.json")
     add(parser)
     options = vars(parser.parse_args(argv))
     run_dir = options.pop("run_dir")

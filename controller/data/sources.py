@@ -58,9 +58,7 @@ class RowSource(Protocol):
         ...
 
 
-def open_source(
-    config: DatasetConfig, role: Role, seed: int, apart: Collection[FileId] = frozenset()
-) -> RowSource:
+def open_source(config: DatasetConfig, role: Role, seed: int, apart: Collection[FileId] = frozenset()) -> RowSource:
     """Open the dataset that `config` names. Raises `DataError`; reads no rows yet (but counts JSON lines).
 
     apart: files of the other role, which are left out of a directory.

@@ -23,18 +23,7 @@ from controller.data.errors import DataError
 from controller.data.loss_masks.tokens import Learnt, Stops
 from controller.data.media import refuse_media
 from controller.data.prompts import dataset_of, note, note_not_in_prompt, put_system, tools_of
-from controller.data.rows import (
-    Bound,
-    Keep,
-    Prepared,
-    Row,
-    batches,
-    judged,
-    named,
-    report_of,
-    value,
-    with_columns,
-)
+from controller.data.rows import Bound, Keep, Prepared, Row, batches, judged, named, report_of, value, with_columns
 from controller.data.sources import RowSource, optional_column
 from controller.data.tokenizer import PromptTokenizer
 from schema.config import Config

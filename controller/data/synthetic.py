@@ -47,9 +47,7 @@ class AdditionOptions(BaseModel):
     phrasings: int = Field(default=1, ge=1, le=len(PHRASINGS), description="Ways to put the question.")
     held_out: float = Field(default=0.1, ge=0.0, lt=1.0, description="Share of operand pairs held out.")
     seed: int | None = Field(default=None, ge=0, description="Seed of the rows. Unset: the seed of the job.")
-    demonstrations: bool = Field(
-        default=False, description="Adds a `conversations` column of worked answers."
-    )
+    demonstrations: bool = Field(default=False, description="Adds a `conversations` column of worked answers.")
 
 
 def read_options(options: dict[str, Any]) -> AdditionOptions:

@@ -61,11 +61,7 @@ def rows_of(batches: Iterable[Any], name: str, start: int = 0) -> Iterator[dict[
     for batch in batches:
         try:
             rows = _decoded(batch)
-        except (
-            ValueError,
-            OverflowError,
-            RecursionError,
-        ) as error:  # no UTF-8, nanoseconds, a key twice, no JSON
+        except (ValueError, OverflowError, RecursionError) as error:  # no UTF-8, nanoseconds, a key twice, no JSON
             if batch.num_rows == 1:
                 rows = [Unreadable(f"{row_name(name, start)} cannot be read: {error}")]
             else:

@@ -110,9 +110,7 @@ class PromptTokenizer:
             remedy += ", or leave train.train_policy.system_prompt out" if system else ""
             raise DataError(f"{key}: {error}; {remedy}") from error
         if MARKER not in text:
-            raise DataError(
-                f"{key}: the chat template leaves the prompt out; it must show each of `messages`"
-            )
+            raise DataError(f"{key}: the chat template leaves the prompt out; it must show each of `messages`")
         if system.strip() not in text:
             raise DataError(
                 f"train.train_policy.system_prompt: the chat template of {key} leaves it out; put it into the "
@@ -131,9 +129,7 @@ class PromptTokenizer:
         if self._template is None:
             return False
         asked = as_messages("?")
-        on, off = (
-            self._render(asked, add_generation_prompt=True, enable_thinking=flag) for flag in (True, False)
-        )
+        on, off = (self._render(asked, add_generation_prompt=True, enable_thinking=flag) for flag in (True, False))
         return on != off
 
     def with_tools(self, tools: list[Any] | None) -> PromptTokenizer:
@@ -176,10 +172,7 @@ class PromptTokenizer:
         """Token ids of what `text` made."""
         if not texts:
             return []
-        return [
-            np.asarray(self._begun(ids) if self._template is None else ids, np.int32)
-            for ids in self._ids(texts)
-        ]
+        return [np.asarray(self._begun(ids) if self._template is None else ids, np.int32) for ids in self._ids(texts)]
 
     def decode(self, ids: Ids) -> str:
         """Tokens as text, special ones too."""
@@ -241,9 +234,7 @@ class PromptTokenizer:
                     for turn in messages
                 ]
             # As a batch of one: alone, what comes before the first message could not be rendered.
-            (text,) = self._tokenizer.apply_chat_template(
-                [messages], tools=self._tools, tokenize=False, **kwargs
-            )
+            (text,) = self._tokenizer.apply_chat_template([messages], tools=self._tools, tokenize=False, **kwargs)
             return str(text)
         except Exception as error:  # jinja2 errors, and whatever the template raises by raise_exception
             raise DataError(
@@ -305,9 +296,7 @@ class PromptTokenizer:
         return modes
 
     def _texts(self, stops: Collection[int]) -> TokenTexts:
-        added = {
-            token: number for token, number in self._tokenizer.get_added_vocab().items() if token.strip()
-        }
+        added = {token: number for token, number in self._tokenizer.get_added_vocab().items() if token.strip()}
         ends = [self._tokenizer.eos_token, *(token for token, number in added.items() if number in stops)]
         special = self._tokenizer.all_special_tokens
         return TokenTexts(tuple(filter(None, ends)), tuple(special), tuple(added))

@@ -131,9 +131,7 @@ class Archive:
     def clear(self) -> None:
         """Forget everything."""
         self._dirty.update(f"s{number}" for number in self._steps)
-        self._dirty.update(
-            f"d{index // DROPS_PER_ROW}" for index in range(0, len(self._drops), DROPS_PER_ROW)
-        )
+        self._dirty.update(f"d{index // DROPS_PER_ROW}" for index in range(0, len(self._drops), DROPS_PER_ROW))
         self._steps, self._drops, self._outcome = {}, array("q"), array("i")
 
     def _mark(self, position: int, outcome: int) -> None:

@@ -137,9 +137,7 @@ def build_table(step: int, timeline: int, policy_epoch: int, groups: Sequence[Gr
         group_ids=[group.id for group in groups],
         group=[g for g, _ in rows],
         index=[header.index for header in headers],
-        score=[
-            header.score if meta.usable else None for (_, meta), header in zip(rows, headers, strict=True)
-        ],
+        score=[header.score if meta.usable else None for (_, meta), header in zip(rows, headers, strict=True)],
         rewards={name: [header.rewards.get(name) for header in headers] for name in names},
         prompt_tokens=[header.prompt_tokens for header in headers],
         response_tokens=[header.response_tokens for header in headers],

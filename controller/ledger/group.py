@@ -164,8 +164,7 @@ class Group:
     def oldest_version(self) -> int:
         """Oldest version that any token of this group may have."""
         return min(
-            (meta.oldest_version(self.lease_version) for meta in self.samples.values()),
-            default=self.lease_version,
+            (meta.oldest_version(self.lease_version) for meta in self.samples.values()), default=self.lease_version
         )
 
     def newest_version(self) -> int:

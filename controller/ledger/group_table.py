@@ -15,15 +15,7 @@ from itertools import islice
 from typing import Any, Self
 
 from controller.ledger.archive import Archive
-from controller.ledger.group import (
-    OUTSTANDING,
-    DropReason,
-    Group,
-    GroupState,
-    SampleMeta,
-    group_id,
-    parse_group_id,
-)
+from controller.ledger.group import OUTSTANDING, DropReason, Group, GroupState, SampleMeta, group_id, parse_group_id
 from controller.ledger.step_counter import StepProgress
 from controller.ledger.values import LedgerChanges, LedgerParams, LedgerTotals
 from schema.wire.messages import LedgerStatus
@@ -117,9 +109,7 @@ class GroupTable(StepProgress):
     def passes_done(self) -> int:
         """Epochs of which every position was trained or dropped."""
         complete = self.frontier // self.params.n_positions
-        pending = (
-            group.epoch for state in (GroupState.WAITING, *OUTSTANDING) for group in self.in_state(state)
-        )
+        pending = (group.epoch for state in (GroupState.WAITING, *OUTSTANDING) for group in self.in_state(state))
         return min(pending, default=complete)
 
     @property
@@ -383,13 +373,7 @@ class GroupTable(StepProgress):
         self._removed.update(self.groups)
         self.groups, self._dirty, self._dirty_samples = {}, {}, {}
         self.by_state = {state: {} for state in GroupState}
-        for index in (
-            self.deadlines,
-            self.by_lease,
-            self.by_replica,
-            self.by_deadline,
-            self.leased_by_deadline,
-        ):
+        for index in (self.deadlines, self.by_lease, self.by_replica, self.by_deadline, self.leased_by_deadline):
             index.clear()
         self.suspects.clear()
         self._queue.clear()
@@ -399,11 +383,7 @@ class GroupTable(StepProgress):
         """Keep but the newest of the trained and of the dropped groups whole, and those with a payload."""
         keep = self.params.keep_recent
         room_left = keep - len(self.by_state[GroupState.TRAINED])
-        for state, room in (
-            (GroupState.DURABLE, room_left),
-            (GroupState.TRAINED, keep),
-            (GroupState.DROPPED, keep),
-        ):
+        for state, room in ((GroupState.DURABLE, room_left), (GroupState.TRAINED, keep), (GroupState.DROPPED, keep)):
             groups = self.by_state[state]
             for group in list(islice(groups.values(), max(0, len(groups) - max(0, room)))):
                 if group.reason is not None:
@@ -450,9 +430,7 @@ class GroupTable(StepProgress):
         """The holder crashed. What it held with others is not to blame: only a group that was alone is dropped."""
         group.crashes += 1
         if alone and group.crashes >= self.params.max_attempts:
-            group.error = (
-                f"{group.crashes} replicas crashed while they held it, the last one held nothing else"
-            )
+            group.error = f"{group.crashes} replicas crashed while they held it, the last one held nothing else"
             self.drop(group, DropReason.POISON)
         else:
             self.requeue(group)

@@ -126,15 +126,11 @@ class Ledger:
             return None
         for group in held:
             if group.id in self.table.suspects:
-                return LeaseRefusal(
-                    f"group {group.id} is made alone: {group.crashes} replicas crashed with it"
-                )
+                return LeaseRefusal(f"group {group.id} is made alone: {group.crashes} replicas crashed with it")
         first = self.table.first_waiting()
         if first is None or first.id not in self.table.suspects:
             return None
-        return LeaseRefusal(
-            f"group {first.id} waits for an idle replica: {first.crashes} replicas crashed with it"
-        )
+        return LeaseRefusal(f"group {first.id} waits for an idle replica: {first.crashes} replicas crashed with it")
 
     def _admit_next(
         self, version: int, published_version: int, probe: bool
@@ -297,9 +293,7 @@ class Ledger:
             return PushOutcome(True, duplicate=True)
         meta = SampleMeta.of(header, n_bytes, lease_id, first, offset, text)
         if meta.oldest_version(group.lease_version) < group.lease_version:
-            detail = (
-                f"tokens of version {header.oldest_version} under a lease at version {group.lease_version}"
-            )
+            detail = f"tokens of version {header.oldest_version} under a lease at version {group.lease_version}"
             return PushOutcome(False, code=ErrorCode.CONFLICT, detail=detail)
         table.add_sample(group, meta)
         if len(group.samples) == size:
@@ -478,7 +472,5 @@ class Ledger:
     def check_snapshot(self, snapshot: LedgerSnapshot) -> None:
         checkpoint.check_snapshot(snapshot, self.params)
 
-    def begin_from(
-        self, snapshot: LedgerSnapshot, timeline: int | None = None, began: int | None = None
-    ) -> None:
+    def begin_from(self, snapshot: LedgerSnapshot, timeline: int | None = None, began: int | None = None) -> None:
         checkpoint.begin_from(self.table, snapshot, timeline, began)

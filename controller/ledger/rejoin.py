@@ -159,9 +159,7 @@ def _position(table: GroupTable, name: str) -> int:
 
 
 def _cannot_be(batch: StepTable, why: str) -> ApiError:
-    return ApiError(
-        ErrorCode.CONFLICT, f"step {batch.step} cannot have been trained as it is replayed: {why}"
-    )
+    return ApiError(ErrorCode.CONFLICT, f"step {batch.step} cannot have been trained as it is replayed: {why}")
 
 
 def lost_payloads(table: GroupTable, names: Sequence[str]) -> None:
@@ -188,9 +186,7 @@ def adopt(table: GroupTable, replica_id: str, held: Sequence[HeldLease], now: fl
     for lease in held:
         group = table.groups.get(lease.group_id)
         if group is None or group.state is not GroupState.LEASED or group.lease_id != lease.lease_id:
-            later = (
-                None if group is None or not _gives_way(table, group, lease) else _pre_empted(table, group)
-            )
+            later = None if group is None or not _gives_way(table, group, lease) else _pre_empted(table, group)
             group = _forgotten(table, lease)
             if group is None:
                 if later is not None:
@@ -210,9 +206,7 @@ def adopt(table: GroupTable, replica_id: str, held: Sequence[HeldLease], now: fl
 def _gives_way(table: GroupTable, group: Group, lease: HeldLease) -> bool:
     """Whether the lease of a group was granted since history was lost, to redo what this lease is about."""
     granted = group.lease_id in table.granted and lease.lease_id not in table.ended
-    return (
-        table.succeeds and granted and all(meta.lease_id != group.lease_id for meta in group.samples.values())
-    )
+    return table.succeeds and granted and all(meta.lease_id != group.lease_id for meta in group.samples.values())
 
 
 def _pre_empted(table: GroupTable, group: Group) -> Group:

@@ -71,9 +71,7 @@ class Failure:
         found = _FUNCTION.search(text)
         where = f" in reward function {found[1]}" if found else ""
         head = one_line((first if len(first) <= MAX_HEAD else first[:MAX_HEAD] + "…") + where)
-        return cls(
-            first.partition(":")[0] + where, head, text, header.outage, header.finish_reason != "abort"
-        )
+        return cls(first.partition(":")[0] + where, head, text, header.outage, header.finish_reason != "abort")
 
 
 def failure_of(made: Iterable[SampleHeader], kept_score: bool) -> Failure | None:

@@ -99,11 +99,7 @@ class StepCounter(StepProgress):
     def snapshot(self, step: int) -> LedgerSnapshot:
         self.require(step, "snapshot")
         return LedgerSnapshot(
-            committed_steps=step,
-            timeline=self.timeline,
-            frontier=0,
-            untrained=[],
-            n_positions=self.n_positions,
+            committed_steps=step, timeline=self.timeline, frontier=0, untrained=[], n_positions=self.n_positions
         )
 
     def rewind(self, step: int, timeline: int | None = None) -> None:
@@ -120,9 +116,7 @@ class StepCounter(StepProgress):
                 f"checkpoint's exported weights (policy.model_name_or_path) without resuming",
             )
 
-    def begin_from(
-        self, snapshot: LedgerSnapshot, timeline: int | None = None, began: int | None = None
-    ) -> None:
+    def begin_from(self, snapshot: LedgerSnapshot, timeline: int | None = None, began: int | None = None) -> None:
         """Go on from a checkpoint. Raises as `check_snapshot`."""
         self.check_snapshot(snapshot)
         self.go_on_from(snapshot, timeline, began)

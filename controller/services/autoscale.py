@@ -42,9 +42,7 @@ class AutoscaleService:
         job = self._job
         refused = self._leases.refused
         return Sight(
-            leasing=[
-                replica.replica_id for replica in job.registry.present("rollout") if replica.publication_id
-            ],
+            leasing=[replica.replica_id for replica in job.registry.present("rollout") if replica.publication_id],
             held=ledger.table.leased,
             asked=sum(refused.values()),
             empty=sum(name not in ledger.table.by_replica for name in refused),
@@ -75,11 +73,7 @@ class AutoscaleService:
             return
         self._said = decision.desired, decision.kind
         changed = decision.desired != before
-        text = (
-            f"{before} → {decision.desired} rollout replicas"
-            if changed
-            else f"{before} rollout replicas stay"
-        )
+        text = f"{before} → {decision.desired} rollout replicas" if changed else f"{before} rollout replicas stay"
         measures, reason = self._measures(), _bounded(decision.reason)
         job.events.add(
             EventKind.SCALE,

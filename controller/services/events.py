@@ -78,9 +78,7 @@ class EventService:
             await self._job.event_signal.wait(seen, KEEP_ALIVE)
 
     async def _file(self) -> None:
-        events = [
-            event for event in self._job.events.after(self._job.events.filed) if event.id <= self._stored
-        ]
+        events = [event for event in self._job.events.after(self._job.events.filed) if event.id <= self._stored]
         records, self._records = self._records, []
         try:
             await asyncio.to_thread(self._write, events, records)

@@ -128,9 +128,7 @@ class JobService:
             MemberStatus(replica_id=name, parts=len(member.parts), seconds=member.seconds)
             for name, member in found.members.items()
         ]
-        return MembersStatus(
-            epoch=found.epoch, parts=found.parts, members=members, waiting=list(found.waiting)
-        )
+        return MembersStatus(epoch=found.epoch, parts=found.parts, members=members, waiting=list(found.waiting))
 
     def _rewards(self) -> m.RewardStatus:
         stats = self._job.reward_stats

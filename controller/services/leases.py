@@ -40,9 +40,7 @@ class LeaseService:
         """Request ids that were granted groups, the oldest first: a late duplicate gets no others."""
         self._hungry: dict[str, float] = {}
         """Replicas that were given less than they asked for, and when, the oldest first."""
-        self._waiting = LeaseQueue(
-            job.lease_signal, self._decide_later, self._alike, job.stage, lambda: job.closing
-        )
+        self._waiting = LeaseQueue(job.lease_signal, self._decide_later, self._alike, job.stage, lambda: job.closing)
 
     # ---- lease --------------------------------------------------------------------------------------------
 

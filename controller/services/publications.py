@@ -50,9 +50,7 @@ class PublicationService:
             asked = job.facts.anchor_wanted > 0 and known.id == job.facts.anchor_told
             listed = job.publications.asked(request.policy_epoch)
             return m.PublishReply(publication=known, collectable=listed, anchor=asked)
-        publication = job.publications.publish(
-            request, job.progress.timeline, job.progress.committed, job.wall()
-        )
+        publication = job.publications.publish(request, job.progress.timeline, job.progress.committed, job.wall())
         job.updates.publish(request)
         job.published_at = job.clock()
         job.events.add(
@@ -67,9 +65,7 @@ class PublicationService:
         final = job.progress.finished and publication.version == job.progress.committed
         job.validation.published(publication.version, final=final)
         if not job.publications.can_be_fetched(publication.id):
-            log.warning(
-                "publication %d builds on files that are gone: a full snapshot is requested", publication.id
-            )
+            log.warning("publication %d builds on files that are gone: a full snapshot is requested", publication.id)
             self._want_anchor()
         reply = m.PublishReply(
             publication=publication, collectable=self._collect(), anchor=self._tell_anchor(publication)

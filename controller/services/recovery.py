@@ -61,10 +61,7 @@ class RecoveryService:
             await job.save()
             return self._reply(decision.missing, needs_snapshot=True)
         log.warning(
-            "trainer %s declared itself: %d steps are known, it has %d",
-            replica_id,
-            decision.step,
-            request.steps,
+            "trainer %s declared itself: %d steps are known, it has %d", replica_id, decision.step, request.steps
         )
         reply = self._reply(decision.step)
         await job.save_durably()

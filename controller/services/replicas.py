@@ -131,13 +131,7 @@ class ReplicaService:
 
     def _welcome(self, request: m.RegisterRequest, registered: Registered, now: float) -> None:
         job, replica = self._job, registered.replica
-        log.info(
-            "%s replica %s registered (%s, pid %d)",
-            replica.role,
-            replica.replica_id,
-            replica.host,
-            replica.pid,
-        )
+        log.info("%s replica %s registered (%s, pid %d)", replica.role, replica.replica_id, replica.host, replica.pid)
         if replica.role == "rollout":
             job.publications.heard(request.newest_publication)
             self.adopt(replica.replica_id, request.held_leases, now)
@@ -165,10 +159,7 @@ class ReplicaService:
         checked = []
         for lease in held:
             weights = job.publications.valid(lease.publication_id, lease.manifest_hash)
-            of_now = weights is not None and (weights.timeline, weights.version) == (
-                table.timeline,
-                lease.version,
-            )
+            of_now = weights is not None and (weights.timeline, weights.version) == (table.timeline, lease.version)
             usable = of_now and lease.manifest_hash
             checked.append(lease if usable else lease.model_copy(update={"version": -1}))
         lost = set(adopt(table, replica_id, checked, now))
@@ -340,12 +331,7 @@ class ReplicaService:
             seen, yours = job.turn_signal.generation, self._may_have(role, request.holds)
             left = give_up - loop.time()
             as_it_is = request.holds if role == "rollout" else False
-            if (
-                yours != as_it_is
-                or left <= 0
-                or job.closing
-                or time_share.is_old(replica_id, request.sequence)
-            ):
+            if yours != as_it_is or left <= 0 or job.closing or time_share.is_old(replica_id, request.sequence):
                 if role == "rollout" and yours:
                     time_share.wakes(replica_id)
                 return TurnReply(yours=yours)
@@ -370,9 +356,7 @@ class ReplicaService:
         job = self._job
         if role == "rollout":
             return not job.trainer_has_devices
-        return holds and not job.time_share.awake(
-            [rollout.replica_id for rollout in job.registry.present("rollout")]
-        )
+        return holds and not job.time_share.awake([rollout.replica_id for rollout in job.registry.present("rollout")])
 
     # ---- profile ------------------------------------------------------------------------------------------
 
@@ -424,9 +408,7 @@ class ReplicaService:
             detail = f"step {first} is trained already: the job is at step {job.progress.committed}"
             raise ApiError(ErrorCode.BAD_REQUEST, detail)
         if first is not None and first >= job.progress.total_steps:
-            detail = (
-                f"step {first} does not exist: the last one of this job is {job.progress.total_steps - 1}"
-            )
+            detail = f"step {first} does not exist: the last one of this job is {job.progress.total_steps - 1}"
             raise ApiError(ErrorCode.BAD_REQUEST, detail)
 
     # ---- go -----------------------------------------------------------------------------------------------
@@ -484,9 +466,7 @@ class ReplicaService:
     def lose_silent(self, now: float) -> None:
         """Replicas that missed their heartbeats are lost."""
         for replica in self._job.registry.expire(now):
-            log.warning(
-                "%s replica %s missed its heartbeats: it counts as lost", replica.role, replica.replica_id
-            )
+            log.warning("%s replica %s missed its heartbeats: it counts as lost", replica.role, replica.replica_id)
             self._gone(replica, failed=False)
 
     def _gone(self, replica: Replica, *, failed: bool) -> None:

@@ -159,9 +159,7 @@ class SampleService:
             text = header_text(header)
         job, outage = self._job, self._job.rewards.outage is not None
         if item.group_id.startswith(PREFIX):
-            outcome = job.validation.push(
-                item.group_id, item.lease_id, item.index, header, job.wall(), outage=outage
-            )
+            outcome = job.validation.push(item.group_id, item.lease_id, item.index, header, job.wall(), outage=outage)
             self._note(push, header, metadata, outcome)
             if job.scored_alike:
                 self._judge_rewards(item, outcome, now)
@@ -186,9 +184,7 @@ class SampleService:
                 self._warn_if_dropped(item.group_id)
         return outcome
 
-    def _note(
-        self, push: Push, header: SampleHeader, metadata: Mapping[str, str], outcome: PushOutcome
-    ) -> None:
+    def _note(self, push: Push, header: SampleHeader, metadata: Mapping[str, str], outcome: PushOutcome) -> None:
         """Count a sample that was accepted, and keep its text, for people."""
         job, item = self._job, push.item
         if not outcome.accepted or outcome.duplicate:
@@ -328,9 +324,7 @@ class SampleService:
         code = ErrorCode.BAD_FRAME
         if header.newest_version > newest:
             code = ErrorCode.FUTURE_VERSION
-            detail = (
-                f"tokens of version {header.newest_version}, but the newest published version is {newest}"
-            )
+            detail = f"tokens of version {header.newest_version}, but the newest published version is {newest}"
         elif oldest > header.newest_version or (generated and oldest < 0):
             detail = f"weight versions {oldest} to {header.newest_version} cannot be"
         elif header.prompt_tokens + generated > header.total_tokens:

@@ -150,9 +150,7 @@ class Alarms:
         first, now = list(self._first[name].values()), list(self._last[name])
         if len(first) < BEGINNING or len(now) < WINDOW or median(first) <= 0:
             return ""
-        edge = (
-            min if alarm in self.active else max
-        )  # it begins when all are below, and ends when all are above
+        edge = min if alarm in self.active else max  # it begins when all are below, and ends when all are above
         if edge(now) >= COLLAPSED * median(first):
             return ""
         then = f"{median(first):.3g} in the first {BEGINNING} steps that have it"

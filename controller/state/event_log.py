@@ -28,9 +28,7 @@ NAMED = 8
 class EventLog:
     """See the module's docstring. wall: Unix time. file_id: the highest id in the run's event file."""
 
-    def __init__(
-        self, wall: Callable[[], float], rows: Iterable[Mapping[str, Any]] = (), file_id: int = 0
-    ) -> None:
+    def __init__(self, wall: Callable[[], float], rows: Iterable[Mapping[str, Any]] = (), file_id: int = 0) -> None:
         self._wall = wall
         known = sorted((Event.model_validate(row) for row in rows), key=lambda event: event.id)
         self._events: deque[Event] = deque(known)

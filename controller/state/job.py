@@ -97,9 +97,7 @@ class JobState:
         self.store, self.wall = store, wall
         self.clock = store.stamp = steady_clock() if clock is None else clock
         self.prompts = Prompts(
-            run_dir / TRAIN_DATA,
-            seed=config.effective_seed,
-            shuffle=config.train.train_policy.dataloader_shuffle,
+            run_dir / TRAIN_DATA, seed=config.effective_seed, shuffle=config.train.train_policy.dataloader_shuffle
         )
         headers = saved[Table.HEADERS]
         self.event_file = event_file.path_of(run_dir)
@@ -136,9 +134,7 @@ class JobState:
         self.updates = Updates()
         self.time_share = TimeShare(self.facts.devices_given)
         self.rewards = RewardHealth(
-            config.groups_per_step if config.is_grpo else 1,
-            config.reward.outage_timeout,
-            scored=self._has_scored,
+            config.groups_per_step if config.is_grpo else 1, config.reward.outage_timeout, scored=self._has_scored
         )
         self.samples = SampleLog()
         self.alarms = alarms_of(config, self.steps, self.validation, self.facts.alarms_shown)
@@ -152,11 +148,7 @@ class JobState:
             ChangeSignal(),
             ChangeSignal(),
         )
-        self.event_signal, self.turn_signal, self.member_signal = (
-            ChangeSignal(),
-            ChangeSignal(),
-            ChangeSignal(),
-        )
+        self.event_signal, self.turn_signal, self.member_signal = (ChangeSignal(), ChangeSignal(), ChangeSignal())
         self._stored: dict[str, dict[str, Any]] = {}
         self._alone_since: float | None = None
         self._said = self._state()
@@ -184,9 +176,7 @@ class JobState:
         text = f"training goes back to the checkpoint after {step} steps"
         self.events.add(EventKind.REWIND, text, step=step, timeline=self.progress.timeline)
 
-    def begin_from(
-        self, snapshot: LedgerSnapshot, timeline: int | None = None, began: int | None = None
-    ) -> None:
+    def begin_from(self, snapshot: LedgerSnapshot, timeline: int | None = None, began: int | None = None) -> None:
         """Go on from a checkpoint of which the store knows nothing. Raises `ApiError`: nothing has changed."""
         before = self.progress.timeline
         self.ledger.begin_from(snapshot, timeline, began)
@@ -293,9 +283,7 @@ class JobState:
         for change in changes:
             text = change.text if change.on else f"over: {change.text}"
             log.warning("%s", text) if change.on else log.info("%s", text)
-            self.events.add(
-                EventKind.ALARM, text, name=change.name, on=change.on, step=self.progress.committed
-            )
+            self.events.add(EventKind.ALARM, text, name=change.name, on=change.on, step=self.progress.committed)
 
     def _state(self) -> tuple[Phase, str]:
         return self.phase, self.note
@@ -336,17 +324,10 @@ class JobState:
             f"{shares}"
         )
         self.events.add(
-            EventKind.MEMBERS,
-            text,
-            epoch=membership.epoch,
-            step=membership.step,
-            parts=membership.parts,
-            members=now,
+            EventKind.MEMBERS, text, epoch=membership.epoch, step=membership.step, parts=membership.parts, members=now
         )
 
-    def _stage_header(
-        self, rows: dict[tuple[Table, str], Render | None], name: str, value: dict[str, Any]
-    ) -> None:
+    def _stage_header(self, rows: dict[tuple[Table, str], Render | None], name: str, value: dict[str, Any]) -> None:
         if self._stored.get(name) != value:
             self._stored[name] = value
             rows[Table.HEADERS, name] = partial(dict, value)
@@ -446,10 +427,7 @@ class JobState:
         self.facts.last_error = error or self.facts.last_error
         self.facts.traceback = traceback
         log.log(
-            logging.ERROR if phase is Phase.FAILED else logging.INFO,
-            "the job is %s: %s",
-            phase,
-            error or self.note,
+            logging.ERROR if phase is Phase.FAILED else logging.INFO, "the job is %s: %s", phase, error or self.note
         )
         self.wake_all()
 

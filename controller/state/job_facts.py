@@ -166,9 +166,7 @@ def table_of(config: Config, n_positions: int, saved: Saved, *, succeeds: bool) 
         table = GroupTable(params)
         table.succeeds = succeeds
         return table
-    table = GroupTable.restore(
-        params, header, saved[Table.GROUPS], saved[Table.SAMPLES], saved[Table.HISTORY]
-    )
+    table = GroupTable.restore(params, header, saved[Table.GROUPS], saved[Table.SAMPLES], saved[Table.HISTORY])
     table.remake_misfits()
     return table
 
@@ -206,9 +204,7 @@ def registry_of(config: Config, saved: Saved, lost_at: float | None) -> Registry
     return Registry(config.controller.heartbeat_timeout, records, trainers=trainers, first=first)
 
 
-def membership_of(
-    config: Config, known: Mapping[str, Any] | None, restarted_at: float | None
-) -> Membership | None:
+def membership_of(config: Config, known: Mapping[str, Any] | None, restarted_at: float | None) -> Membership | None:
     """Restore who trains together; None: there is one policy replica. restarted_at: Unix time, if it was."""
     trainers = config.policy.parallelism.n_init_replicas
     if trainers == 1:

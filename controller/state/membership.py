@@ -384,9 +384,7 @@ class Membership:
         self._holding.clear()
         self._without.clear()
 
-    def _round(
-        self, name: str, epoch: int, step: int, number: int, weights: str, applied: int
-    ) -> MemberOrder | None:
+    def _round(self, name: str, epoch: int, step: int, number: int, weights: str, applied: int) -> MemberOrder | None:
         """Return the action of a replica that is not, or cannot be, at the present round; None if it is."""
         if name not in self.members:
             return MemberOrder("differs" if name in self.odd else "heal", self.epoch)
@@ -492,9 +490,7 @@ class Membership:
         }
 
     @classmethod
-    def from_record(
-        cls, parts: int, record: Mapping[str, Any], first_membership_epoch: int = 0
-    ) -> Membership:
+    def from_record(cls, parts: int, record: Mapping[str, Any], first_membership_epoch: int = 0) -> Membership:
         """Restore a record; with another number of parts they are dealt anew. first_epoch: see `__init__`."""
         found = cls(parts, record["step"], first_membership_epoch)
         found.epoch, found.number, found.saved = record["epoch"], record["number"], record["saved"]

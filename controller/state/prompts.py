@@ -27,8 +27,7 @@ class Permutation:
         self._n = n
         self._half = max(1, ((n - 1).bit_length() + 1) // 2)
         self._keys = [
-            hashlib.blake2b(f"{seed}/{data_pass}/{n}/{i}".encode(), digest_size=16).digest()
-            for i in range(ROUNDS)
+            hashlib.blake2b(f"{seed}/{data_pass}/{n}/{i}".encode(), digest_size=16).digest() for i in range(ROUNDS)
         ]
 
     def __call__(self, position: int) -> int:

@@ -129,11 +129,7 @@ class Publications:
     """See the module's docstring."""
 
     def __init__(
-        self,
-        keep: int,
-        records: Iterable[Mapping[str, Any]] = (),
-        highest_id: int = 0,
-        remembered: int = REMEMBERED,
+        self, keep: int, records: Iterable[Mapping[str, Any]] = (), highest_id: int = 0, remembered: int = REMEMBERED
     ) -> None:
         self._keep, self._remembered = keep, remembered
         self._entries: dict[int, PublicationEntry] = {}
@@ -145,9 +141,7 @@ class Publications:
         self._sought = False
         self._policy_epoch = 0
         self.highest_id = 0
-        for entry in sorted(
-            map(PublicationEntry.from_record, records), key=lambda entry: entry.publication.id
-        ):
+        for entry in sorted(map(PublicationEntry.from_record, records), key=lambda entry: entry.publication.id):
             self._mark(entry)
         self._dirty.clear()
         self._known_from = next(iter(self._entries), 1)
@@ -248,9 +242,7 @@ class Publications:
 
     # ---- what happens -------------------------------------------------------------------------------------
 
-    def publish(
-        self, request: PublishRequest, timeline: int, committed: int, now: float = 0.0
-    ) -> Publication:
+    def publish(self, request: PublishRequest, timeline: int, committed: int, now: float = 0.0) -> Publication:
         """Add a publication; the same request again gets the same one. now: Unix time.
 
         Raises:
@@ -267,8 +259,7 @@ class Publications:
         newest = self.newest
         if newest is not None and newest.timeline == timeline and request.version < newest.version:
             raise ApiError(
-                ErrorCode.CONFLICT,
-                f"version {request.version} cannot be published after version {newest.version}",
+                ErrorCode.CONFLICT, f"version {request.version} cannot be published after version {newest.version}"
             )
         self._policy_epoch = request.policy_epoch
         for entry in self._entries.values():
@@ -320,9 +311,7 @@ class Publications:
     def collect(self, held: Collection[int]) -> list[int]:
         """Numbers of those whose files may go. held: ids that replicas hold, fetch or were handed, or pinned."""
         ids = set(held)
-        wanted = [
-            entry for entry in self._entries.values() if entry.publication.id in ids or entry.number in ids
-        ]
+        wanted = [entry for entry in self._entries.values() if entry.publication.id in ids or entry.number in ids]
         wanted += islice(self._fetchable(), self._keep)
         latest = next((entry for entry in reversed(self._entries.values()) if entry.valid), None)
         wanted += [] if latest is None else [latest]  # the next one may begin with it
@@ -368,9 +357,7 @@ class Publications:
             self._forgotten.append(publication.id)
             self._known_from = max(self._known_from, publication.id + 1)
 
-    def _mark(
-        self, entry: PublicationEntry, *, valid: bool | None = None, files: FileState | None = None
-    ) -> None:
+    def _mark(self, entry: PublicationEntry, *, valid: bool | None = None, files: FileState | None = None) -> None:
         publication = entry.publication
         entry.valid = entry.valid if valid is None else valid
         entry.files = entry.files if files is None else files

@@ -281,9 +281,7 @@ class Registry:
                 detail = f"the name {request.name!r} belongs to a {known.role} replica"
                 raise ApiError(ErrorCode.CONFLICT, detail)
             same = request.registration == known.request_ids[-1]
-            if known.incarnation > request.incarnation or (
-                known.incarnation == request.incarnation and not same
-            ):
+            if known.incarnation > request.incarnation or (known.incarnation == request.incarnation and not same):
                 detail = f"a newer registration of {request.name!r} has taken its place"
                 raise ApiError(ErrorCode.STALE_INCARNATION, detail)
             if known.incarnation == request.incarnation:

@@ -59,10 +59,7 @@ def _training(job: JobState, trainers: Sequence[Replica], trainer: Replica) -> t
     if not isinstance(table, GroupTable):
         return "training", f"{trainer.name}: {trainer.status or 'getting ready'}"
     if job.publications.newest is None:
-        return (
-            "first weights",
-            f"waits for the first weights of {trainer.name}: {trainer.status or 'loading'}",
-        )
+        return ("first weights", f"waits for the first weights of {trainer.name}: {trainer.status or 'loading'}")
     step = table.committed
     if job.membership is not None and any(job.membership.waiting.values()):
         loading = [other for other in trainers if job.membership.waiting.get(other.replica_id)]
@@ -87,9 +84,7 @@ def _standstill(job: JobState, membership: Membership) -> str:
     if since is None or now - since < NOTICED_S:
         return ""
     left, step = max(0.0, job.standstill.limit - (now - since)), membership.step
-    return (
-        f"step {step}: {', '.join(names)} all wait for each other; a membership epoch begins in {left:.0f} s"
-    )
+    return f"step {step}: {', '.join(names)} all wait for each other; a membership epoch begins in {left:.0f} s"
 
 
 def _ended(job: JobState) -> str:
@@ -144,9 +139,7 @@ def _groups(job: JobState, table: GroupTable, missing: int) -> tuple[str, str]:
     running = sum(replica.gauges.get(name, 0.0) for replica in rollouts for name in ("running", "waiting"))
     if scoring and not running:
         oldest = max(replica.gauges.get("scoring_oldest_s", 0.0) for replica in rollouts)
-        text = (
-            f"step {step} waits for rewards: {scoring:.0f} samples in the pool, the oldest for {oldest:.0f} s"
-        )
+        text = f"step {step} waits for rewards: {scoring:.0f} samples in the pool, the oldest for {oldest:.0f} s"
         return f"rewards {step}", text
     return f"groups {step}", f"step {step} waits for {_count(missing)} {_holders(job, leased)}"
 
@@ -156,8 +149,7 @@ def _holders(job: JobState, leased: list[Group]) -> str:
     names = {replica.replica_id: replica.name for replica in job.registry}
     holder = names.get(leased[0].replica_id or "", leased[0].replica_id)
     longest = max(
-        (replica.gauges.get("longest_tokens", 0.0) for replica in job.registry.present("rollout")),
-        default=0.0,
+        (replica.gauges.get("longest_tokens", 0.0) for replica in job.registry.present("rollout")), default=0.0
     )
     unfinished = f", the longest unfinished one has {longest:,.0f} tokens so far" if longest else ""
     done = sum(len(group.samples) for group in leased)
@@ -232,10 +224,6 @@ def advice(
         )
     elif replicas_wait and not trainer_waits:
         enough = max(1, math.ceil(rollouts * (1 - idle["rollout"])))
-        remedy = (
-            f"{enough} of {rollouts} replicas would do"
-            if enough < rollouts
-            else "a faster trainer would help"
-        )
+        remedy = f"{enough} of {rollouts} replicas would do" if enough < rollouts else "a faster trainer would help"
         found.append(f"the rollout replicas starve ({shares}): {remedy}")
     return found

@@ -38,9 +38,7 @@ class Standstill:
         """A replica was answered. waits: by `wait`. for_s: seconds for which its call stays open."""
         before = self._reports.get(name)
         goes_on = before is not None and now - before.at <= RECENT_S
-        since = (
-            before.waits_since if before is not None and goes_on and before.waits_since is not None else now
-        )
+        since = before.waits_since if before is not None and goes_on and before.waits_since is not None else now
         self._reports[name] = _Report(now + for_s, since if waits else None)
 
     def at(self, step: int) -> None:

@@ -66,8 +66,7 @@ class StepLog:
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
         """Names of metrics, each combination once."""
         entries = [
-            self._entry(StepRecord.model_validate(row["record"]), row["samples"], row["tokens"])
-            for row in rows
+            self._entry(StepRecord.model_validate(row["record"]), row["samples"], row["tokens"]) for row in rows
         ]
         self._entries = sorted(entries, key=lambda entry: entry.step)
         self._dirty: dict[int, _Entry | None] = {}
@@ -114,7 +113,7 @@ class StepLog:
         if name in DERIVED:
             before = [entries[0].at if entries else 0.0, *(entry.at for entry in entries)]
             return [(now.step, DERIVED[name](now, then)) for now, then in zip(entries, before, strict=False)]
-        # Nearly all steps share one tuple of names: they are told apart by identity.
+        # Nearly all steps share one tuple of names: identity distinguishes them.
         places = {id(names): names.index(name) for names in list(self._names) if name in names}
         found = ((entry, places.get(id(entry.names))) for entry in entries)
         return [(entry.step, None if place is None else entry.values[place]) for entry, place in found]

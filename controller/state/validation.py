@@ -324,10 +324,7 @@ class Validation:
         if group is None or group.state != "leased" or group.lease_id != lease_id:
             detail = f"lease {lease_id} of validation group {name} has ended"
             return PushOutcome(False, code=ErrorCode.LEASE_LOST, detail=detail)
-        if header.response_tokens and (header.oldest_version, header.newest_version) != (
-            self.pinned,
-            self.pinned,
-        ):
+        if header.response_tokens and (header.oldest_version, header.newest_version) != (self.pinned, self.pinned):
             detail = (
                 f"tokens of versions {header.oldest_version} to {header.newest_version} in a validation round "
                 f"of version {self.pinned}"
@@ -435,14 +432,10 @@ class Validation:
         if header := rows.get("header"):
             validation.round_id, validation.restarts = header["round_id"], header["restarts"]
             validation.due, validation.pinned = header["due"], header["pinned"]
-            validation.pinned_publication, validation._checked = (
-                header["pinned_publication"],
-                header["checked"],
-            )
+            validation.pinned_publication, validation._checked = (header["pinned_publication"], header["checked"])
         groups = [value for name, value in rows.items() if name.startswith("group:")]
         validation.groups = [
-            ValidationGroup.from_record(group)
-            for group in sorted(groups, key=lambda group: group["position"])
+            ValidationGroup.from_record(group) for group in sorted(groups, key=lambda group: group["position"])
         ]
         records = [value for name, value in rows.items() if name.startswith("record:")]
         validation.records = {

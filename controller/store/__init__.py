@@ -7,14 +7,7 @@ cannot write once another controller has taken over, `lock` who is in charge and
 
 from __future__ import annotations
 
-from controller.store.errors import (
-    Fenced,
-    Held,
-    HistoryLost,
-    StateStoreError,
-    StoreUnavailable,
-    UnsuitableServer,
-)
+from controller.store.errors import Fenced, Held, HistoryLost, StateStoreError, StoreUnavailable, UnsuitableServer
 from controller.store.lock import LockHolder
 from controller.store.payloads import PayloadKey
 from controller.store.redis_state import Saved, StateStore, Table

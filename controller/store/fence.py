@@ -116,9 +116,7 @@ class FencedConnection:
     def _check(self, fencing_token: bytes | None, seq: bytes | None, acknowledged: int | None = None) -> None:
         found = int(fencing_token or 0)
         if found > self.fencing_token:
-            raise Fenced(
-                f"another controller took over this job (epoch {found}, this one has {self.fencing_token})"
-            )
+            raise Fenced(f"another controller took over this job (epoch {found}, this one has {self.fencing_token})")
         stored = int(seq or 0)
         known = self.seq if acknowledged is None else acknowledged
         if found < self.fencing_token or stored < known:

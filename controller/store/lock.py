@@ -162,9 +162,7 @@ class Attempt:
     other: LockHolder | None = None
 
 
-async def attempt(
-    client: Redis, lock: str, epoch: str, me: LockHolder, seconds: float, *, replace: bool
-) -> Attempt:
+async def attempt(client: Redis, lock: str, epoch: str, me: LockHolder, seconds: float, *, replace: bool) -> Attempt:
     """Take the lock in the key `lock` for `seconds`, and raise the epoch. Raises RedisError, OSError."""
     async with client.pipeline(transaction=True) as pipeline:
         await pipeline.watch(lock, epoch)

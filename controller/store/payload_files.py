@@ -33,9 +33,7 @@ UNDECIDED = (GroupState.WAITING, GroupState.LEASED)
 class PayloadFiles:
     """The directory of one job. Everything that touches it runs in a thread: it may be on another machine."""
 
-    def __init__(
-        self, root: Path, look_seconds: float = LOOK_SECONDS, clock: Callable[[], float] = elapsed
-    ) -> None:
+    def __init__(self, root: Path, look_seconds: float = LOOK_SECONDS, clock: Callable[[], float] = elapsed) -> None:
         self.root, self._look_seconds, self._clock = root, look_seconds, clock
         self._seen: dict[str, float] = {}
         """When the files that the last look found were found first: their own times are of other hosts' clocks."""

@@ -158,9 +158,7 @@ class StateStore:
             await store._take_charge(replace, stand_by)
             saved = await store._load()
         except (RedisError, OSError) as error:
-            raise StoreUnavailable(
-                f"Redis at {_where(url)} failed while the job was read: {_said(error)}"
-            ) from None
+            raise StoreUnavailable(f"Redis at {_where(url)} failed while the job was read: {_said(error)}") from None
         store._pending.lock = "renew"  # with the first rows: what this controller writes is of its own clock
         store._tasks = [
             asyncio.create_task(store._write_forever(), name="store-writer"),
@@ -178,9 +176,7 @@ class StateStore:
         """
         self._require_redis()
         if not self._term.valid:
-            raise StoreUnavailable(
-                "the lock of this job could not be renewed in Redis in time: it is being renewed"
-            )
+            raise StoreUnavailable("the lock of this job could not be renewed in Redis in time: it is being renewed")
 
     def _require_redis(self) -> None:
         if self.fatal.done():
@@ -246,9 +242,7 @@ class StateStore:
             self._end(error)
             raise StoreUnavailable(str(error)) from None
         except (RedisError, OSError) as error:
-            raise StoreUnavailable(
-                f"Redis failed while its append-only file was awaited: {_said(error)}"
-            ) from None
+            raise StoreUnavailable(f"Redis failed while its append-only file was awaited: {_said(error)}") from None
         if not in_file:
             raise StoreUnavailable(f"Redis did not sync its append-only file within {DURABLE_TIMEOUT:.0f} s")
 

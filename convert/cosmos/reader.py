@@ -126,9 +126,7 @@ def _add_batch(context: ConversionContext) -> None:
         context.add(key, theirs, f"cosmos-rl's default: train_batch_per_replica = {theirs}")
         return
     whole = ours if ours * replicas % group == 0 else group
-    context.add(
-        key, whole, f"cosmos-rl's default of {theirs} samples is not a whole number of groups of {group}"
-    )
+    context.add(key, whole, f"cosmos-rl's default of {theirs} samples is not a whole number of groups of {group}")
 
 
 READER = Reader(

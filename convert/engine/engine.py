@@ -62,17 +62,13 @@ def convert_source(
     refuse_strangers(context, entries)
     check_accepted(context, entries, allow_unknown)
     if left_out:
-        context.warn(
-            f"{left_out}. What they say other than {reader.title}'s own defaults is left out; {remedy}"
-        )
+        context.warn(f"{left_out}. What they say other than {reader.title}'s own defaults is left out; {remedy}")
     for text in taken:
         context.warn(text)
     reader.finish(context)
     final, added, config = _assemble(context, entries, _additions(context, entries))
     keys = tuple(key for _, key, _ in written)
-    conversion = Conversion(
-        reader.system, kind, source.name, keys, final, added, config, tuple(context.warnings)
-    )
+    conversion = Conversion(reader.system, kind, source.name, keys, final, added, config, tuple(context.warnings))
     assert not conversion.missing_leaves
     assert not conversion.repeated_leaves
     return conversion
@@ -93,9 +89,7 @@ def _entry(context: ConversionContext, reader: Reader, leaf: KeyPath, is_accepte
     if is_accepted and not understood:
         result = Result(Outcome.ACCEPTED, (), result.note)
     result = _with_method(context, KeyPath(leaf.key, value), result)
-    return Entry(
-        leaf.key, value, result.outcome, result.targets, result.note, leaf.line, understood=understood
-    )
+    return Entry(leaf.key, value, result.outcome, result.targets, result.note, leaf.line, understood=understood)
 
 
 def _with_method(context: ConversionContext, leaf: KeyPath, result: Result) -> Result:
@@ -161,9 +155,7 @@ def _apply(context: ConversionContext, rule: Rule, leaf: KeyPath) -> Result:
 
 def _repeats(context: ConversionContext, rule: Rule, leaf: KeyPath) -> Result | None:
     """A second spelling of a key that is written too: the first of its spellings wins."""
-    written = [
-        name for name in rule.spellings if context.values.get(name) is not None and not name.endswith(".*")
-    ]
+    written = [name for name in rule.spellings if context.values.get(name) is not None and not name.endswith(".*")]
     if not written or written[0] == leaf.key:
         return None
     other = written[0]
@@ -173,9 +165,7 @@ def _repeats(context: ConversionContext, rule: Rule, leaf: KeyPath) -> Result | 
         f"`{leaf.key}` = {shown(leaf.value)} and `{other}` = {shown(context.values[other])} are two names "
         f"of one key and contradict each other; `{other}` is taken"
     )
-    return implicit(
-        f"another name of `{other}`, whose different value {shown(context.values[other])} is taken"
-    )
+    return implicit(f"another name of `{other}`, whose different value {shown(context.values[other])} is taken")
 
 
 # --- what the file leaves out -------------------------------------------------------------------------------
@@ -243,9 +233,7 @@ def _assemble(
     entries, additions = _in_whole_groups(context, _without_contradictions(context, entries), additions)
     lacking = nearest(_nested(entries, additions))
     nearer = {key: value for key, (value, _) in lacking.items()}
-    reasons = {
-        key: f"this build lacks {missing}, which changes no number" for key, (_, missing) in lacking.items()
-    }
+    reasons = {key: f"this build lacks {missing}, which changes no number" for key, (_, missing) in lacking.items()}
     entries = [_fallen_back(entry, lacking) for entry in entries]
     touched = {key for entry in entries for key, _ in entry.faithful} | {item.key for item in additions}
     additions = [_changed(item, nearer, reasons.get(item.key, "")) for item in additions]

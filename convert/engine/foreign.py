@@ -54,10 +54,7 @@ def _read(text: str) -> Iterator[Foreign]:
         elif not line.startswith("#"):
             title, signs, script = line.split("  ")
             yield Foreign(
-                title,
-                () if signs == "-" else tuple(signs.split(", ")),
-                "" if script == "-" else script,
-                remedy,
+                title, () if signs == "-" else tuple(signs.split(", ")), "" if script == "-" else script, remedy
             )
 
 
@@ -82,9 +79,7 @@ _SHELL = re.compile(
     re.MULTILINE,
 )
 _OPTION = re.compile(r"(?:^|\s)--[a-zA-Z][\w.-]*(?=[\s=\\]|$)", re.MULTILINE)
-_PYTHON = re.compile(
-    r"^(?:from [\w.]+ import |import [\w.]+|def \w+\(|class \w+[:(]|if __name__ )", re.MULTILINE
-)
+_PYTHON = re.compile(r"^(?:from [\w.]+ import |import [\w.]+|def \w+\(|class \w+[:(]|if __name__ )", re.MULTILINE)
 _OVERRIDE = re.compile(r"(?:^|\s)[+~]{0,2}[a-zA-Z_][\w@/]*(?:\.[\w@/]+)+=\S", re.MULTILINE)
 _COMMENT = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
 _KEY = re.compile(r"^[ \t]*(?:- )?[\w.]+:(?=[ \t]|$)", re.MULTILINE)
@@ -148,9 +143,7 @@ def script_problem(kind: str, text: str) -> tuple[str, str]:
     }
     with_reader = {"verl": _VERL_SCRIPT, "ROLL": _ROLL_SCRIPT, "cosmos-rl": _COSMOS_SCRIPT}
     of_verl = [
-        system.title
-        for system in SYSTEMS_WITHOUT_READER
-        if counts.get(system.title) and system.is_made_from_verl
+        system.title for system in SYSTEMS_WITHOUT_READER if counts.get(system.title) and system.is_made_from_verl
     ]
     counts |= {title: len(pattern.findall(code)) for title, pattern in with_reader.items()}
     title = max(counts, key=lambda name: counts[name]) if any(counts.values()) else ""
@@ -168,9 +161,7 @@ def _script_hint(title: str, code: str) -> str:
     if title == "verl":
         module = _MODULE.search(code)
         command = VERL_COMMAND.format(module=module[1] if module else VERL_MAIN)
-        return (
-            f"let its own command print what it composes, with all its overrides, and convert that: {command}"
-        )
+        return f"let its own command print what it composes, with all its overrides, and convert that: {command}"
     if title == "ROLL":
         return "convert the YAML that its --config_path and --config_name name"
     if title == "cosmos-rl":

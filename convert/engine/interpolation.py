@@ -179,8 +179,7 @@ class _Resolver:
             return self._named(path, resolver)
         if resolver == _NOW:
             self._note(
-                path,
-                f"`{_NOW}` stands for the time of a start in ${{{inner}}}: runs that start later share it",
+                path, f"`{_NOW}` stands for the time of a start in ${{{inner}}}: runs that start later share it"
             )
             return _NOW
         if resolver == "oc.deprecated":
@@ -242,9 +241,7 @@ class _Resolver:
             return self.env[name]  # text, as the environment has it: numbers are read by the keys
         if default is _ABSENT:
             raise _Unresolvable(f"the environment has no {name}: set it, or write ${{oc.env:{name},default}}")
-        self._note(
-            path, f"the environment of this conversion has no {name}: the default in the file is taken"
-        )
+        self._note(path, f"the environment of this conversion has no {name}: the default in the file is taken")
         return default
 
     def _select(self, path: Path, key: str) -> Any:

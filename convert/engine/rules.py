@@ -215,9 +215,7 @@ def computed(*ours: str, words: str, null: str = "") -> Callable[[Run], Converte
 
     def make(function: Run) -> Converter:
         def run(context: ConversionContext, leaf: KeyPath) -> Result:
-            return (
-                implicit(null) if null and leaf.value is None else function(context, replace(leaf, ours=ours))
-            )
+            return implicit(null) if null and leaf.value is None else function(context, replace(leaf, ours=ours))
 
         return Converter(run, ours, words)
 
@@ -253,6 +251,4 @@ class Reader:
 
 def defaults_of(rules: Sequence[Rule]) -> dict[str, Any]:
     """Their defaults by key, for references to keys that the file leaves out."""
-    return {
-        spelling: rule.default for rule in rules if rule.default is not ABSENT for spelling in rule.spellings
-    }
+    return {spelling: rule.default for rule in rules if rule.default is not ABSENT for spelling in rule.spellings}

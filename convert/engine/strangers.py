@@ -54,9 +54,7 @@ def _same_name(name: str, known: Sequence[str]) -> str | None:
     return same_named[0] if len(same_named) == 1 else None
 
 
-_PLUMBING = re.compile(
-    r"(?:logging|profiler|launcher|redis|controller|weight_sync|placement)\.|.*\.parallelism\."
-)
+_PLUMBING = re.compile(r"(?:logging|profiler|launcher|redis|controller|weight_sync|placement)\.|.*\.parallelism\.")
 
 
 def may_be_method(context: ConversionContext, leaf: KeyPath, rule: Rule | None) -> bool:
@@ -79,9 +77,7 @@ def refuse_strangers(context: ConversionContext, entries: Sequence[Entry]) -> No
     strangers = [
         entry.source
         for entry in entries
-        if not entry.understood
-        and entry.outcome is not Outcome.ACCEPTED
-        and context.rule_of(entry.source)[0] is None
+        if not entry.understood and entry.outcome is not Outcome.ACCEPTED and context.rule_of(entry.source)[0] is None
     ]
     if len(strangers) < MOST_STRANGERS or 2 * len(strangers) <= len(entries):
         return

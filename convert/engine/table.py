@@ -158,9 +158,7 @@ class Table:
         follows = default[1:] if default.startswith("@") else ""
         value = self._at(row, default, names) if default and not follows else ABSENT
         when = self._at(row, row.when, names) if row.when else None
-        return tuple(
-            Rule(key, converter, value, tuple(also), when, follows=follows) for key, *also in row.keys
-        )
+        return tuple(Rule(key, converter, value, tuple(also), when, follows=follows) for key, *also in row.keys)
 
     def _at(self, row: Row, text: str, names: Names) -> Any:
         """The value of a text of a row."""
@@ -196,9 +194,7 @@ def _row(place: str, text: str, prefix: str, when: str | None) -> Row:
         raise TableError(f"{place}: expected `key = default  converter | words`, got `{text}`")
     start = f"{prefix}." if prefix else ""
     spelled = tuple(tuple(f"{start}{name}" for name in key.split("/")) for key in _expanded(match["keys"]))
-    return Row(
-        place, spelled, match["default"], match["converter"], match["when"] or when, match["words"] or ""
-    )
+    return Row(place, spelled, match["default"], match["converter"], match["when"] or when, match["words"] or "")
 
 
 def _expanded(keys: str) -> Iterator[str]:

@@ -44,9 +44,7 @@ def path(ours: str) -> Converter:
 
 def choice(ours: str, table: Mapping[Any, Any], words: str = "", null: str = "") -> Converter:
     """One of a closed set of names, in our spelling."""
-    changes = ", ".join(
-        f"`{theirs}` → `{our}`" for theirs, our in table.items() if theirs != our and our is not None
-    )
+    changes = ", ".join(f"`{theirs}` → `{our}`" for theirs, our in table.items() if theirs != our and our is not None)
     return converted(ours, lambda value: table[values.one_of(value, table)], words or changes, null)
 
 

@@ -8,9 +8,7 @@ from typing import Any
 
 from convert.engine.keys import renamed
 
-DTYPES = renamed(
-    "fp32=float32 float32 float=float32 bf16=bfloat16 bfloat16 fp16=float16 float16 half=float16"
-)
+DTYPES = renamed("fp32=float32 float32 float=float32 bf16=bfloat16 bfloat16 fp16=float16 float16 half=float16")
 """Others' name of a type -> its name in torch."""
 MASTERS = {name: "float32" if dtype == "float16" else dtype for name, dtype in DTYPES.items()}
 """The same of weights that an optimizer updates, which here are never float16."""

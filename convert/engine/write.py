@@ -115,9 +115,7 @@ def _unsupported(conversion: Conversion) -> list[str]:
         for understood in (True, False)
     )
     for addition in filter(_is_unsupported, conversion.additions):
-        known.append(
-            _clean(f"  {split_key(addition.key)[1]} = {yaml_value(addition.value)}: {addition.note}")
-        )
+        known.append(_clean(f"  {split_key(addition.key)[1]} = {yaml_value(addition.value)}: {addition.note}"))
     lines: list[str] = []
     if known:
         heading = "these decide what is trained, and the result is refused until each is removed from it"
@@ -203,11 +201,7 @@ def _listed(entries: Sequence[Entry], heading: str) -> list[str]:
     """Entries for which nothing is written, as comments below a heading."""
     if not entries:
         return []
-    return [
-        "",
-        f"# {heading}",
-        *(line for entry in entries for line in _comment(_entry_line(entry, ""), "  ")),
-    ]
+    return ["", f"# {heading}", *(line for entry in entries for line in _comment(_entry_line(entry, ""), "  "))]
 
 
 def _left_over(conversion: Conversion) -> list[str]:
@@ -236,9 +230,7 @@ def _comment(text: str, indent: str = "") -> list[str]:
             current, indent = word, indent or ""
         else:
             current = longer
-    return [
-        f"# {indent}{'  ' if index and indent else ''}{line}" for index, line in enumerate([*lines, current])
-    ]
+    return [f"# {indent}{'  ' if index and indent else ''}{line}" for index, line in enumerate([*lines, current])]
 
 
 # --- lines --------------------------------------------------------------------------------------------------
@@ -259,9 +251,7 @@ def _addition_line(addition: Addition) -> str:
 
 
 def _assignments(targets: tuple[tuple[str, Any], ...]) -> str:
-    return ", ".join(
-        f"{key} unset" if value is None else f"{key} = {_shown(value)}" for key, value in targets
-    )
+    return ", ".join(f"{key} unset" if value is None else f"{key} = {_shown(value)}" for key, value in targets)
 
 
 def _shown(value: Any) -> str:

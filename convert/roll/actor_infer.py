@@ -54,9 +54,7 @@ def _engine_dimension(context: ConversionContext, leaf: KeyPath) -> Result:
 
 def _engine(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value == "sglang":
-        context.warn(
-            "this build has no SGLang engine: the rollouts run in vLLM, which samples the same distribution"
-        )
+        context.warn("this build has no SGLang engine: the rollouts run in vLLM, which samples the same distribution")
         return leaf.to("vllm", note="vLLM takes the place of SGLang")
     name = values.one_of(leaf.value, ("vllm", "sglang", "hf_infer"))
     return leaf.to("transformers" if name == "hf_infer" else name)

@@ -94,9 +94,7 @@ def _part_of_estimator(context: ConversionContext, leaf: KeyPath) -> Result:
     if judge := _JUDGES.get(leaf.key):
         judge(leaf.value)
     if leaf.key != "whiten_advantages" and "running" in _norm(context):
-        return unsupported(
-            "running means of rewards are not kept: center and scale over the group or the batch"
-        )
+        return unsupported("running means of rewards are not kept: center and scale over the group or the batch")
     if leaf.key == "reward_clip" and facts.has_reward_kl(context):
         return unsupported("with a KL in the reward ROLL clips the reward of each token again, after the KL")
     if leaf.key != "whiten_advantages" and name == "gae":
@@ -188,9 +186,7 @@ def _loss_type(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value in known:
         return leaf.to(leaf.value)
     if leaf.value != "seq-mean-token-sum-norm":
-        raise BadValue(
-            f"expected one of {', '.join(known)}, seq-mean-token-sum-norm, got {shown(leaf.value)}"
-        )
+        raise BadValue(f"expected one of {', '.join(known)}, seq-mean-token-sum-norm, got {shown(leaf.value)}")
     context.warn(
         "loss_agg_mode = seq-mean-token-sum-norm: ROLL divides the sum by the longest answer alone, here it is also "
         "divided by the number of samples: gradients are smaller by that number, which counts where they are clipped "
@@ -237,16 +233,9 @@ def _filters(context: ConversionContext, leaf: KeyPath) -> Result:
         return implicit("no filter is enabled")
     first = active[0]
     over, by_ratio = first.get("agg_type", "token"), values.flag(first.get("ratio_enabled", True))
-    if (
-        len(active) > 1
-        or not by_ratio
-        or values.flag(first.get("diff_enabled", False))
-        or over not in _REJECTS
-    ):
+    if len(active) > 1 or not by_ratio or values.flag(first.get("diff_enabled", False)) or over not in _REJECTS:
         return no_counterpart(reason(leaf.key))
-    bounds = (
-        values.number(first.get(f"ratio_{side}", bound)) for side, bound in (("low", 0.8), ("high", 1.2))
-    )
+    bounds = (values.number(first.get(f"ratio_{side}", bound)) for side, bound in (("low", 0.8), ("high", 1.2)))
     return leaf.to(over, *bounds)
 
 

@@ -97,9 +97,7 @@ def model_name(context: ConversionContext, leaf: KeyPath) -> Result:
     pretrain = None if all_named else context.get("pretrain", None)
     if pretrain is None:
         return leaf.to(values.path(leaf.value))
-    return implicit(
-        "the same as pretrain" if pretrain == leaf.value else f"ROLL takes pretrain = {pretrain} instead"
-    )
+    return implicit("the same as pretrain" if pretrain == leaf.value else f"ROLL takes pretrain = {pretrain} instead")
 
 
 def paths(value: Any) -> list[str]:
@@ -162,9 +160,7 @@ def sharded(known: tuple[str, ...], what: str = "") -> Converter:
     @computed(words="all strategies become FSDP2")
     def convert(context: ConversionContext, leaf: KeyPath) -> Result:
         values.one_of(leaf.value, known)
-        return implicit(
-            f"{what}sharded by FSDP2 with the sizes of the strategy_config; the numbers are the same"
-        )
+        return implicit(f"{what}sharded by FSDP2 with the sizes of the strategy_config; the numbers are the same")
 
     return convert
 

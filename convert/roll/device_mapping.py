@@ -84,9 +84,7 @@ def _devices(node: ast.expr, text: str) -> Iterator[int]:
             yield from _range(*(_number(bound, text) for bound in bounds))
         case ast.List(items):
             for item in items:
-                inside = (
-                    _devices(item.value, text) if isinstance(item, ast.Starred) else [_number(item, text)]
-                )
+                inside = _devices(item.value, text) if isinstance(item, ast.Starred) else [_number(item, text)]
                 yield from inside
         case _:
             raise _unexpected(text, ast.get_source_segment(text, node))

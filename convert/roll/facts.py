@@ -111,10 +111,7 @@ def _fsdp(context: ConversionContext, role: str, world: int) -> Mesh:
     cp = _size(context, f"{role}.model_args.ulysses_size")
     if world % cp:
         raise BadValue(f"{role} has {world} devices, which ulysses_size = {cp} does not divide")
-    size, ep = (
-        context.integer(config_key(role, "fsdp_size"), 1) or 1,
-        _size(context, config_key(role, "ep_size")),
-    )
+    size, ep = (context.integer(config_key(role, "fsdp_size"), 1) or 1, _size(context, config_key(role, "ep_size")))
     if size <= 1 or size >= world:
         return Mesh(world, cp=cp, ep=ep, dp_shard=world // cp)
     if world % size or size % cp:
@@ -191,12 +188,8 @@ def response_length(context: ConversionContext) -> int | None:
 def engine_size(context: ConversionContext) -> tuple[int, int, int]:
     """Tensor, pipeline and data size of one inference engine: its own keys, or else num_gpus_per_worker."""
     names = ("tensor_parallel_size", "tp_size", "tp")
-    tp = next(
-        (_size(context, key) for name in names if context.has(key := config_key("actor_infer", name))), 0
-    )
-    pp, dp = (
-        _size(context, config_key("actor_infer", f"{name}_parallel_size")) for name in ("pipeline", "data")
-    )
+    tp = next((_size(context, key) for name in names if context.has(key := config_key("actor_infer", name))), 0)
+    pp, dp = (_size(context, config_key("actor_infer", f"{name}_parallel_size")) for name in ("pipeline", "data"))
     if not tp:
         tp = max(_size(context, "actor_infer.num_gpus_per_worker") // (pp * dp), 1)
     return tp, pp, dp

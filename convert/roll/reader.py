@@ -141,16 +141,12 @@ def _check_agreement(context: ConversionContext) -> None:
     sizes = engine_size(context)
     if groups and written not in (None, math.prod(sizes)):
         factors = " · ".join(str(size) for size in sizes if size > 1) or "1"
-        context.warn(
-            f"num_gpus_per_worker = {written}, but the engine is of {factors} devices, which ROLL takes"
-        )
+        context.warn(f"num_gpus_per_worker = {written}, but the engine is of {factors} devices, which ROLL takes")
 
 
 def _add_data(context: ConversionContext) -> None:
     if is_agentic(context):
-        context.warn(
-            "the environments of an agent pipeline have no keys here yet: the data must be named by hand"
-        )
+        context.warn("the environments of an agent pipeline have no keys here yet: the data must be named by hand")
         return
     if not context.has("actor_train.data_args.response"):
         note = "the column that ROLL's rule rewards read"

@@ -71,9 +71,7 @@ def _worker(context: ConversionContext, leaf: KeyPath, domain: str) -> Result:
         # With no function at all a placeholder stands in the result; else this domain would get another's.
         lost_here = unsupported if functions else no_counterpart
         return lost_here(reason("rewards.<domain>.worker_cls"))
-    return (
-        leaf.to("by_source", note=f"{ours} for this domain's rows") if len(functions) > 1 else leaf.to(ours)
-    )
+    return leaf.to("by_source", note=f"{ours} for this domain's rows") if len(functions) > 1 else leaf.to(ours)
 
 
 def _tags(context: ConversionContext) -> Result:

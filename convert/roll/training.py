@@ -79,8 +79,7 @@ def _lora_target(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 _without_lora = facts.only_with(
-    lambda context: bool(context.get(f"{ROLE}.model_args.lora_target", None)),
-    "no adapters: lora_target is not set",
+    lambda context: bool(context.get(f"{ROLE}.model_args.lora_target", None)), "no adapters: lora_target is not set"
 )
 
 
@@ -223,9 +222,7 @@ def _shares(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.rest != last or abs(left - share) <= 1e-6:
         return mapped((key, share))
     if left <= 0:
-        raise BadValue(
-            f"the other domains have {1.0 - left:g} in all and leave nothing for {last}, the last one"
-        )
+        raise BadValue(f"the other domains have {1.0 - left:g} in all and leave nothing for {last}, the last one")
     context.warn(
         f"domain_interleave_probs do not add up to 1: ROLL gives {last}, the last domain, what the others leave of a "
         f"batch, {left:g} in place of {share:g}"
@@ -315,6 +312,4 @@ def _is_off(value: Any) -> bool:
 
 _path_of = values.path
 
-ROLE_RULES = tuple(
-    rule for role in ("reference", "critic") for rule in KEYS.rules(role, {"role": role}, globals())
-)
+ROLE_RULES = tuple(rule for role in ("reference", "critic") for rule in KEYS.rules(role, {"role": role}, globals()))

@@ -22,10 +22,7 @@ _MEDIA = words(
     "image_max_pixels image_min_pixels video_folder video_fps video_max_frames video_min_frames video_max_pixels "
     "video_min_pixels video_total_pixels custom_data_kwargs_func"
 )
-_SPEED = (
-    *MEGATRON_SPEED,
-    *words("recompute_method recompute_num_layers recompute_modules attention_backend"),
-)
+_SPEED = (*MEGATRON_SPEED, *words("recompute_method recompute_num_layers recompute_modules attention_backend"))
 _SETTINGS = "<trainer>.strategy_args.strategy_config"
 
 ROLES = words("actor_train actor_infer reference critic validation sft_train")

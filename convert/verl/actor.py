@@ -7,15 +7,7 @@ from convert.engine.keys import renamed
 from convert.engine.model import Result, implicit, mapped, no_counterpart
 from convert.engine.rules import ConversionContext, KeyPath
 from convert.engine.values import BadValue, shown
-from convert.verl.facts import (
-    ACTOR,
-    KL_TYPES,
-    POLICY,
-    group_size,
-    is_streamed,
-    prompts_per_step,
-    response_length,
-)
+from convert.verl.facts import ACTOR, KL_TYPES, POLICY, group_size, is_streamed, prompts_per_step, response_length
 from convert.verl.unsupported import VERL
 
 _OF_SEQUENCES = ("gspo", "geo_mean")
@@ -49,9 +41,7 @@ def _clip_ratio(context: ConversionContext, leaf: KeyPath) -> Result:
         return implicit("clip_ratio_low and clip_ratio_high are both set")
     clip = to.clip_sides(leaf.value, keys.get("low", ""), keys.get("high", ""))
     if clip.note and loss == "geo_mean":
-        raise BadValue(
-            f"geo_mean bounds the ratio's logarithm, which {shown(leaf.value)} does not leave open"
-        )
+        raise BadValue(f"geo_mean bounds the ratio's logarithm, which {shown(leaf.value)} does not leave open")
     return clip
 
 
@@ -132,9 +122,7 @@ def _loss_option(context: ConversionContext, leaf: KeyPath) -> Result:
     mode = context.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     if mode in _LOSSES or leaf.value is None:
         return implicit(f"no effect with loss_mode = {mode}")
-    return no_counterpart(
-        VERL.reason(f"{ACTOR}.policy_loss.loss_mode={mode}") or "a loss without counterpart"
-    )
+    return no_counterpart(VERL.reason(f"{ACTOR}.policy_loss.loss_mode={mode}") or "a loss without counterpart")
 
 
 def _tis_cap(context: ConversionContext, leaf: KeyPath) -> Result:

@@ -28,10 +28,7 @@ _CRITIC_LOSSES = renamed("token-mean seq-mean-token-sum seq-mean-token-mean")
 _CORRECTION, _THEIRS = f"{POLICY}.rollout_correction", "algorithm.rollout_correction"
 
 
-_ALONE = {
-    **dict.fromkeys(("grpo", "grpo_vectorized", "rloo", "opo"), False),
-    "reinforce_plus_plus_baseline": True,
-}
+_ALONE = {**dict.fromkeys(("grpo", "grpo_vectorized", "rloo", "opo"), False), "reinforce_plus_plus_baseline": True}
 """Estimators that take the score itself where a prompt has one sample -> whether it is then whitened."""
 _NOT_ALONE = {
     "rloo_vectorized": "verl's advantage of a prompt's only sample is always 0, from which nothing is learnt",
@@ -65,9 +62,7 @@ def _of_one(context: ConversionContext, name: str) -> Result:
     if not _ALONE[name]:
         targets.append((f"{POLICY}.whiten_advantages", False))
     whitened = ", whitened" if _ALONE[name] else ""
-    return mapped(
-        *targets, note=f"with rollout.n = 1 verl's {name} is the score itself{whitened}; so is this"
-    )
+    return mapped(*targets, note=f"with rollout.n = 1 verl's {name} is the score itself{whitened}; so is this")
 
 
 def _norm_by_std(context: ConversionContext, leaf: KeyPath) -> Result:
@@ -130,9 +125,7 @@ def _is_bypassed(context: ConversionContext) -> bool:
 
 def _bypass(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None or not values.flag(leaf.value):
-        return implicit(
-            "false: π_old is the rollout's own policy, unless weights or rejection need the trainer's"
-        )
+        return implicit("false: π_old is the rollout's own policy, unless weights or rejection need the trainer's")
     if leaf.key.endswith("use_policy_gradient"):
         return unsupported(VERL.known_reason(f"{_THEIRS}.loss_type"))
     if (loss := context.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla")) != "vanilla":
@@ -173,9 +166,7 @@ def _cap(context: ConversionContext, leaf: KeyPath) -> Result:
         "their tokens in the mean and in the KL; here they leave the loss altogether"
     )
     bounds = ((f"{_CORRECTION}.reject_below", low), (f"{_CORRECTION}.reject_above", high))
-    return mapped(
-        cap, (f"{_CORRECTION}.reject", level), *bounds, note="ratios outside of the bounds count as 0"
-    )
+    return mapped(cap, (f"{_CORRECTION}.reject", level), *bounds, note="ratios outside of the bounds count as 0")
 
 
 _REJECT = renamed("token_k1=token seq_sum_k1=sequence seq_mean_k1=geometric token sequence geometric")

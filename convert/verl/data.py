@@ -25,9 +25,7 @@ def files(context: ConversionContext, leaf: KeyPath) -> Result:
         return implicit("null: none")
     names = values.texts(leaf.value)
     paths = [values.path(name) for name in names]
-    return leaf.to(
-        paths, note="`~` is written out, which only a shell would expand" if paths != names else ""
-    )
+    return leaf.to(paths, note="`~` is written out, which only a shell would expand" if paths != names else "")
 
 
 def image_column(context: ConversionContext, leaf: KeyPath) -> Result:
@@ -134,14 +132,11 @@ def _trust(context: ConversionContext, leaf: KeyPath) -> Result:
 def _sampler(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is None:
         return implicit("null: none")
-    column, names, ratios = (
-        context.get(f"data.sampler.group_{part}", None) for part in ("key", "names", "ratios")
-    )
+    column, names, ratios = (context.get(f"data.sampler.group_{part}", None) for part in ("key", "names", "ratios"))
     if not isinstance(column, str) or not isinstance(names, list) or not isinstance(ratios, list):
         return without_counterpart("data.sampler.class_path=own")
     total = sum(
-        float(values.integer(ratio)) if isinstance(ratio, bool) else float(_positive(ratio))
-        for ratio in ratios
+        float(values.integer(ratio)) if isinstance(ratio, bool) else float(_positive(ratio)) for ratio in ratios
     )
     if len(names) != len(ratios) or total <= 0:
         raise BadValue("group_names and group_ratios do not belong together")

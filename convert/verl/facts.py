@@ -131,10 +131,7 @@ def machines(context: ConversionContext) -> tuple[int, int]:
 
     Ray puts two small pools on one machine, for which verl has no key: here, where 8 GPUs are enough for both.
     """
-    nodes, gpus = (
-        context.integer("trainer.nnodes", 1) or 1,
-        context.integer("trainer.n_gpus_per_node", 8) or 8,
-    )
+    nodes, gpus = (context.integer("trainer.nnodes", 1) or 1, context.integer("trainer.n_gpus_per_node", 8) or 8)
     more, theirs = rollout_gpus(context)
     if more == 0:
         return nodes, gpus
@@ -183,9 +180,7 @@ def prompt_length(context: ConversionContext) -> int:
 def recipe(context: ConversionContext) -> str:
     """`fully_async` or `one_step_off`, trainers of their own whose rollouts have a table `rollout`; else ""."""
     written = context.below("async_training")
-    if any(
-        name in written for name in ("staleness_threshold", "trigger_parameter_sync_step", "require_batches")
-    ):
+    if any(name in written for name in ("staleness_threshold", "trigger_parameter_sync_step", "require_batches")):
         return "fully_async"
     if "partial_rollout" in written:
         return "fully_async"
@@ -203,9 +198,7 @@ def async_mode(context: ConversionContext) -> str:
     mode = recipe(context) or context.text("trainer.v1.trainer_mode", "sync")
     if mode in ("fully_async", "one_step_off"):
         return mode
-    return (
-        mode if mode in ("colocate_async", "separate_async") and context.flag("trainer.use_v1", True) else ""
-    )
+    return mode if mode in ("colocate_async", "separate_async") and context.flag("trainer.use_v1", True) else ""
 
 
 def prompts_per_step(context: ConversionContext) -> int:
@@ -368,7 +361,5 @@ def compiled(context: ConversionContext, leaf: KeyPath) -> Result:
     return leaf.to(values.flag(leaf.value))
 
 
-KEYS = Table(
-    Path(__file__).with_name("keys.txt"), globals(), LISTED.constants, {"MEGATRON_SPEED": MEGATRON_SPEED}
-)
+KEYS = Table(Path(__file__).with_name("keys.txt"), globals(), LISTED.constants, {"MEGATRON_SPEED": MEGATRON_SPEED})
 """The rows of all keys; a part is made with the functions of its module."""

@@ -126,9 +126,7 @@ class Mesh:
     def _compile(self, ours: str) -> Converter:
         if self.role != ACTOR:
             return to.flag(ours)
-        return computed(ours, words="false with `router_replay.mode = R3`", null="null: the default")(
-            compiled
-        )
+        return computed(ours, words="false with `router_replay.mode = R3`", null="null: the default")(compiled)
 
     def _wrapped(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value in (None, [], "None"):

@@ -95,9 +95,7 @@ class Optim:
     def style(self, context: ConversionContext) -> str | None:
         """Our name of the decay; None for a constant rate."""
         megatron = is_megatron(context, self.role)
-        names = (
-            ["lr_decay_style", "lr_scheduler_type"] if megatron else ["lr_scheduler_type", "lr_decay_style"]
-        )
+        names = ["lr_decay_style", "lr_scheduler_type"] if megatron else ["lr_scheduler_type", "lr_decay_style"]
         for name in names:
             if context.has(self.key(name)):
                 written = context.text(self.key(name), "constant")

@@ -27,12 +27,7 @@ KINDS = {
     "sft": "supervised fine-tuning (sft_trainer.yaml)",
     "evaluation": "evaluation (evaluation.yaml)",
 }
-_SIGNS = (
-    "actor_rollout_ref",
-    "algorithm.adv_estimator",
-    "optim with model.partial_pretrain",
-    "data.response_key",
-)
+_SIGNS = ("actor_rollout_ref", "algorithm.adv_estimator", "optim with model.partial_pretrain", "data.response_key")
 
 
 def _detect(source: Source) -> str | None:
@@ -54,10 +49,7 @@ def _detect(source: Source) -> str | None:
 
 @cache
 def _rules(kind: str) -> tuple[Rule, ...]:
-    silent = {
-        "epochs": 30 if kind == "rl" else 4,
-        "project": "verl_examples" if kind == "rl" else "gsm8k-sft",
-    }
+    silent = {"epochs": 30 if kind == "rl" else 4, "project": "verl_examples" if kind == "rl" else "gsm8k-sft"}
     modules = (data, actor, mesh, optim, rollout, algorithm, trainer, shared)
     return KEYS.rules(kind, silent, *map(vars, modules))
 
@@ -70,9 +62,7 @@ def _artefact(key: str, value: Any) -> Result | None:
     if name != "_target_":
         return None
     is_own = str(value).startswith("verl.") or value is None
-    return (
-        implicit("names verl's own class of this table") if is_own else unknown("not a class of verl's own")
-    )
+    return implicit("names verl's own class of this table") if is_own else unknown("not a class of verl's own")
 
 
 def _finish(context: ConversionContext) -> None:
@@ -95,9 +85,7 @@ def _finish(context: ConversionContext) -> None:
     if not mode:
         context.add(f"{POLICY}.on_policy", True, "verl trains on what the newest weights have made")
     elif mode == "one_step_off":
-        context.add(
-            f"{POLICY}.allowed_outdated_steps", 1, "one_step_off: a batch is made while one is trained"
-        )
+        context.add(f"{POLICY}.allowed_outdated_steps", 1, "one_step_off: a batch is made while one is trained")
     elif mode == "fully_async":
         bound = "fully_async: ⌈(1 + staleness_threshold) · trigger_parameter_sync_step⌉ − 1"
         context.add(f"{POLICY}.allowed_outdated_steps", staleness(context), bound)

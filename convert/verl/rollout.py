@@ -83,9 +83,7 @@ def _capture_sizes(context: ConversionContext, leaf: KeyPath) -> Result:
 
 def _prompt_again(context: ConversionContext, leaf: KeyPath) -> Result:
     if leaf.value is not None and values.integer(leaf.value) != prompt_length(context):
-        context.warn(
-            f"`{leaf.key}` = {shown(leaf.value)} differs from data.max_prompt_length; the latter counts"
-        )
+        context.warn(f"`{leaf.key}` = {shown(leaf.value)} differs from data.max_prompt_length; the latter counts")
     return implicit("repeats data.max_prompt_length")
 
 

@@ -142,9 +142,7 @@ class Budget:
         cap = context.integer(f"{self.table}.{self.tokens_name}", self.default_tokens)
         if cap is None:
             return implicit("cut by tokens, and no budget is written: the default")
-        return mapped(
-            (self.most, cap * widths(context, self.role)["cp"]), note="micro-batches are cut by tokens"
-        )
+        return mapped((self.most, cap * widths(context, self.role)["cp"]), note="micro-batches are cut by tokens")
 
     def _tokens(self, context: ConversionContext, leaf: KeyPath) -> Result:
         if leaf.value is None:

@@ -88,9 +88,7 @@ def _bound(context: ConversionContext, leaf: KeyPath) -> Result:
     if async_mode(context) not in ("colocate_async", "separate_async"):
         return implicit("no effect with this trainer")
     if leaf.value is None:
-        raise BadValue(
-            "null sets no bound; here one is always kept: train.train_policy.allowed_outdated_steps"
-        )
+        raise BadValue("null sets no bound; here one is always kept: train.train_policy.allowed_outdated_steps")
     return leaf.to(values.integer(leaf.value))
 
 

@@ -19,9 +19,7 @@ LISTED = Table(Path(__file__).with_name("unsupported.txt"), {"EITHER_WAY": EITHE
 def _of_engine(table: Mapping[str, _T]) -> dict[str, _T]:
     """The entries of a role's tables of engines as those of `engine` in an SFT file, which is one of them."""
     tables = ("fsdp_config.", "megatron.", "veomni.")
-    return {
-        f"engine.{key.partition('.')[2]}": value for key, value in table.items() if key.startswith(tables)
-    }
+    return {f"engine.{key.partition('.')[2]}": value for key, value in table.items() if key.startswith(tables)}
 
 
 _ROLE = LISTED.reasons("role")
@@ -38,9 +36,7 @@ _METHOD = {
     **LISTED.neutral("method after engine"),
 }
 
-_OF_FORKS = words(
-    "retriever reranker do_search max_turns env rllm es_manager agent_proxy ctx_manager agentlightning"
-)
+_OF_FORKS = words("retriever reranker do_search max_turns env rllm es_manager agent_proxy ctx_manager agentlightning")
 _DECISIVE = words(
     "actor_rollout_ref algorithm critic data rollout reward reward_model reward_manager custom_reward_function "
     "sandbox_fusion distillation async_training model optim engine"

@@ -36,14 +36,10 @@ def make_tokenizer(out: Path) -> int:
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(
-        models.BPE({token: i for i, token in enumerate((*SPECIAL_TOKENS, *alphabet))}, merges=[])
-    )
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate((*SPECIAL_TOKENS, *alphabet))}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
-    )
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in WHOLE_TOKENS])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,

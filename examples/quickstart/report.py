@@ -26,9 +26,7 @@ class Phase:
 
     @classmethod
     def read(cls, run_dir: Path, started: float, ended: float) -> Phase:
-        return cls(
-            run_dir, started, ended, json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-        )
+        return cls(run_dir, started, ended, json.loads((run_dir / "summary.json").read_text(encoding="utf-8")))
 
     @property
     def seconds(self) -> float:
@@ -91,10 +89,7 @@ class Story:
             ("  after the warm start (SFT)", f"{first['score_mean']:.1%}"),
             *([("  during reinforcement", middle)] if middle else []),
             ("  after reinforcement (GRPO)", f"{last['score_mean']:.1%}"),
-            (
-                "response length",
-                f"{first['response_tokens_mean']:.1f} → {last['response_tokens_mean']:.1f} tokens",
-            ),
+            ("response length", f"{first['response_tokens_mean']:.1f} → {last['response_tokens_mean']:.1f} tokens"),
             ("speed", f"{self.grpo.samples_s:.0f} samples/s, {self.grpo.tokens_s:.0f} response tokens/s"),
             ("idle", f"trainer {self.grpo.idle('policy'):.1%}, generator {self.grpo.idle('rollout'):.1%}"),
             ("staleness", f"at most {ledger['max_staleness']} steps, bound {ledger['bound']}"),

@@ -110,9 +110,7 @@ def main() -> None:
     if any((out / name).exists() for name in ("model", "sft", "grpo")):
         parser.error(f"--out {out} holds a quickstart already: name another directory")
     if any(setting.replace(" ", "") == "validation.enable=false" for setting in options.set):
-        parser.error(
-            "--set validation.enable=false: the answers shown at the end are those of the validation"
-        )
+        parser.error("--set validation.enable=false: the answers shown at the end are those of the validation")
     signal.signal(signal.SIGTERM, on_sigterm)
 
     began = time.time()

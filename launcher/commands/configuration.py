@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 READING = 3600.0
 """Seconds to read the data, which may have to be downloaded."""
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file instead.")
-]
+Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file instead.")]
 
 
 def validate(
@@ -37,9 +35,7 @@ def validate(
     set_: Overrides = None,
     data: Annotated[
         bool,
-        typer.Option(
-            "--data", help="Read the data too, as a start does: which rows are used, and how they look."
-        ),
+        typer.Option("--data", help="Read the data too, as a start does: which rows are used, and how they look."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -23,14 +23,10 @@ _ALIASES = {"cosmos": "cosmos-rl"}
 
 
 def convert(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A YAML of verl or ROLL, or a TOML of cosmos-rl.")
-    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML of verl or ROLL, or a TOML of cosmos-rl.")],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="The file to write. Default, or -: standard output."
-        ),
+        typer.Option("--output", "-o", metavar="FILE", help="The file to write. Default, or -: standard output."),
     ] = None,
     system: Annotated[
         str | None,
@@ -55,8 +51,7 @@ def convert(
     as_json: AsJson = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     full: Annotated[
-        bool,
-        typer.Option("--full", help="Account for every key, not only for what is lost or not understood."),
+        bool, typer.Option("--full", help="Account for every key, not only for what is lost or not understood.")
     ] = False,
 ) -> None:
     """Turn a configuration of verl, ROLL or cosmos-rl into ours, and account for its keys.
@@ -127,9 +122,7 @@ def _falls_short(conversion: Conversion) -> str:
     return "; ".join(f"{what}: {printable(', '.join(keys))}" for what, keys in short.items() if keys)
 
 
-def _account(
-    conversion: Conversion, text: str, problems: tuple[Problem, ...], unlisted: int
-) -> dict[str, Any]:
+def _account(conversion: Conversion, text: str, problems: tuple[Problem, ...], unlisted: int) -> dict[str, Any]:
     from convert.engine.write import to_json
 
     return {

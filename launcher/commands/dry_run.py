@@ -244,12 +244,8 @@ def _sum_up(planned: Planned, capacity: MachineMemory, shares_time: bool) -> Non
         used[name] = max(used.get(name, 0), size) if in_turn else used.get(name, 0) + size
         if in_turn and role == Role.POLICY:
             used[planned.on(node, HOST)] += size  # where it is between its turns
-    free = {HOST: capacity.host_free} | {
-        f"GPU {name}": capacity.gpus.get(name, 0) for name in planned.machine.gpus
-    }
-    planned.capacity = {
-        planned.on(node, name): size for node in range(planned.nodes) for name, size in free.items()
-    }
+    free = {HOST: capacity.host_free} | {f"GPU {name}": capacity.gpus.get(name, 0) for name in planned.machine.gpus}
+    planned.capacity = {planned.on(node, name): size for node in range(planned.nodes) for name, size in free.items()}
 
 
 def _summary(config: Config, workers: Sequence[PlacedReplica]) -> Iterator[tuple[str, str]]:
@@ -302,9 +298,7 @@ def _warnings(planned: Planned, config: Config) -> list[Problem]:
                 f"the KV cache of {process.name} has room for {cache.tokens:,} tokens, less than one sequence "
                 f"of {cache.sequence_tokens:,}"
             )
-            hint = (
-                "a larger share, a shorter rollout.max_model_len, or more GPUs in rollout.parallelism.tp_size"
-            )
+            hint = "a larger share, a shorter rollout.max_model_len, or more GPUs in rollout.parallelism.tp_size"
             reserves = config.rollout.engine.reserves_memory
             key = "rollout.gpu_memory_utilization" if reserves else "rollout.backend"
             warnings.append(Problem(key, message, None, hint))

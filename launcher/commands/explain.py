@@ -100,7 +100,5 @@ def _list(infos: tuple[KeyInfo, ...], width: int, cut: str = "") -> Iterator[str
 def _row(name: str, size: int, text: str, width: int, further: int = 0) -> list[str]:
     head = f"  {name:<{size}}"
     indent = " " * (2 + size + further)
-    wrapped = textwrap.wrap(
-        head + text, max(width, len(indent) + 30), subsequent_indent=indent, drop_whitespace=True
-    )
+    wrapped = textwrap.wrap(head + text, max(width, len(indent) + 30), subsequent_indent=indent, drop_whitespace=True)
     return wrapped or [head]

@@ -37,13 +37,10 @@ def init(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help="A model in place of the recipe's: a directory, there already or not, or a name.",
+            metavar="NAME", help="A model in place of the recipe's: a directory, there already or not, or a name."
         ),
     ] = None,
-    gpus: Annotated[
-        int | None, typer.Option(min=0, help="GPUs to write it for. Default: those found.")
-    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs to write it for. Default: those found.")] = None,
     engine: Annotated[
         str | None, typer.Option(metavar="vllm|transformers", help="Default: vllm where it is installed.")
     ] = None,
@@ -224,9 +221,7 @@ def _check_places(request: InitRequest, model: Path | None) -> None:
         raise LaunchError(f"{request.output} is a directory", f"-o {request.output / 'run.toml'}")
     existing = [path for path in (request.output, model) if path is not None and path.exists()]
     if existing and not request.force:
-        raise LaunchError(
-            f"{existing[0]} already exists", "choose another name with -o, or --force to replace it"
-        )
+        raise LaunchError(f"{existing[0]} already exists", "choose another name with -o, or --force to replace it")
 
 
 def _write_schema(path: Path) -> str:

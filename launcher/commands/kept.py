@@ -39,8 +39,7 @@ def _refuse_run_without_checkpoint(path: Path) -> None:
 
 def export(
     checkpoint: Annotated[
-        Path,
-        typer.Argument(metavar="CHECKPOINT|RUN_DIR", help="A checkpoint, or a run: its newest complete one."),
+        Path, typer.Argument(metavar="CHECKPOINT|RUN_DIR", help="A checkpoint, or a run: its newest complete one.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where the model goes.")],
     dtype: Annotated[

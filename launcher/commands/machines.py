@@ -20,20 +20,16 @@ def join(
     ],
     name: Annotated[
         str,
-        typer.Option(
-            "--name", help="Name of the replica, the same when it comes back. Unset: by host and process."
-        ),
+        typer.Option("--name", help="Name of the replica, the same when it comes back. Unset: by host and process."),
     ] = "",
     policy: Annotated[
         bool,
         typer.Option(
-            "--policy",
-            help="A policy replica, of a job that has several (policy.parallelism.n_init_replicas).",
+            "--policy", help="A policy replica, of a job that has several (policy.parallelism.n_init_replicas)."
         ),
     ] = False,
     wait: Annotated[
-        float,
-        typer.Option("--wait", min=0.0, metavar="SECONDS", help="Wait so long for the job to be there."),
+        float, typer.Option("--wait", min=0.0, metavar="SECONDS", help="Wait so long for the job to be there.")
     ] = 0.0,
 ) -> None:
     """Add a rollout replica to a job that runs, on the GPUs of CUDA_VISIBLE_DEVICES; Ctrl-C lets it leave.
@@ -50,24 +46,18 @@ def join(
 
 
 def pod(
-    role: Annotated[
-        Literal["controller", "policy", "rollout"], typer.Argument(help="What this pod is of the job.")
-    ],
+    role: Annotated[Literal["controller", "policy", "rollout"], typer.Argument(help="What this pod is of the job.")],
     config: Annotated[
         Path, typer.Option("--config", "-c", metavar="FILE", help="The resolved configuration, as JSON.")
     ],
     stay: Annotated[
         bool,
-        typer.Option(
-            "--stay", help="When the job is over, wait for SIGTERM: for pods that are always restarted."
-        ),
+        typer.Option("--stay", help="When the job is over, wait for SIGTERM: for pods that are always restarted."),
     ] = False,
     keep: Annotated[
         Path | None,
         typer.Option(
-            "--keep",
-            metavar="DIR",
-            help="Folder that outlives containers of this pod, and no other pod sees.",
+            "--keep", metavar="DIR", help="Folder that outlives containers of this pod, and no other pod sees."
         ),
     ] = None,
 ) -> None:

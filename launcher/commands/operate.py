@@ -30,20 +30,14 @@ LONGEST_NUMBER = 9
 """Digits."""
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
-Wait = Annotated[
-    float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="Wait that long for it to be done.")
-]
-OneTarget = Annotated[
-    str | None, typer.Argument(metavar="RUN_DIR|CONFIG|URL", help="The job. Default: ./outputs.")
-]
+Wait = Annotated[float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="Wait that long for it to be done.")]
+OneTarget = Annotated[str | None, typer.Argument(metavar="RUN_DIR|CONFIG|URL", help="The job. Default: ./outputs.")]
 
 
 def status(
     targets: Targets = None,
     set_: Overrides = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show it again until the job has ended.")
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again until the job has ended.")] = False,
     why: Annotated[
         bool, typer.Option("--why", help="Also what it waits for, what fails and why, what would help.")
     ] = False,
@@ -127,9 +121,7 @@ def resume(targets: Targets = None, set_: Overrides = None, as_json: AsJson = Fa
     _operate(_find(targets, set_), "resume", as_json)
 
 
-def checkpoint(
-    targets: Targets = None, set_: Overrides = None, wait: Wait = 0.0, as_json: AsJson = False
-) -> None:
+def checkpoint(targets: Targets = None, set_: Overrides = None, wait: Wait = 0.0, as_json: AsJson = False) -> None:
     """Save a checkpoint after the step that is being trained. SIGUSR1 to the launcher does the same.
 
     With --wait the command returns when it is complete, and names it; exit code 1 if that takes longer.
@@ -179,9 +171,7 @@ def profile(
         int | None, _count("--first-step", "The first one. Default: as soon as possible.", most=2**53 - 1)
     ] = None,
     warmup: Annotated[int | None, _count("--warmup", "Warm-up before. Default: warmup_steps.")] = None,
-    rank: Annotated[
-        list[int] | None, _count("--rank", "To record; may be repeated. Default: rank_filter.")
-    ] = None,
+    rank: Annotated[list[int] | None, _count("--rank", "To record; may be repeated. Default: rank_filter.")] = None,
     wait: Wait = 0.0,
     as_json: AsJson = False,
 ) -> None:
@@ -294,9 +284,7 @@ def drain(
         names = ", ".join(sorted(info.name for info in replicas if info.state == "live")) or "none"
         raise LaunchError(f"unknown rollout replica {replica!r}", f"live replicas: {names}")
     if chosen[0].state in ("left", "lost"):
-        raise LaunchError(
-            f"{replica} has state {chosen[0].state} already", "nothing is left to drain", EXIT_FAILED
-        )
+        raise LaunchError(f"{replica} has state {chosen[0].state} already", "nothing is left to drain", EXIT_FAILED)
     job.ask(api.drain(chosen[0].replica_id))
     said = f"{chosen[0].name} is draining; `cosmos-launch status` shows when it has left"
     report(as_json, said, replica=chosen[0].name, draining=True)
@@ -326,11 +314,7 @@ def scale(
     count = _replicas(replicas)
     job = _find([target] if target else None, None)
     now = job.ask(api.scale(count))
-    what = (
-        "by request, until `cosmos-launch scale auto`"
-        if now.manual
-        else "for now: the number follows the need"
-    )
+    what = "by request, until `cosmos-launch scale auto`" if now.manual else "for now: the number follows the need"
     present = f"{now.replicas} {'is' if now.replicas == 1 else 'are'} there"
     noun = "replica" if now.desired == 1 else "replicas"
     said = f"{job.name}: {now.desired} rollout {noun} {what}; {present}"
@@ -363,12 +347,5 @@ def _operate(target: RemoteJob, action: Any, as_json: bool, *, silent: bool = Fa
     what = "a checkpoint is saved after this step" if action == "checkpoint" else str(done.phase)
     if not silent:
         said = f"{target.name}: {what} (step {done.step} of {done.total_steps})"
-        report(
-            as_json,
-            said,
-            job=target.name,
-            phase=str(done.phase),
-            step=done.step,
-            total_steps=done.total_steps,
-        )
+        report(as_json, said, job=target.name, phase=str(done.phase), step=done.step, total_steps=done.total_steps)
     return done.step

@@ -20,9 +20,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key, VALUE as in TOML; may be repeated."),
 ]
-Configs = Annotated[
-    list[Path], typer.Argument(metavar="CONFIG", help="The TOML file; of several, later ones win.")
-]
+Configs = Annotated[list[Path], typer.Argument(metavar="CONFIG", help="The TOML file; of several, later ones win.")]
 Targets = Annotated[
     list[str] | None, typer.Argument(metavar="RUN_DIR|CONFIG|URL", help="The job. Default: ./outputs.")
 ]

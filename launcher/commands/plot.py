@@ -97,11 +97,7 @@ def dashboard(
     live = target.address() if len(chosen) == 1 else ""
 
     def show(link: str) -> None:
-        facts = {
-            "link": link,
-            "token": link.partition(_FRAGMENT)[2],
-            "runs": [str(run.path) for run in chosen],
-        }
+        facts = {"link": link, "token": link.partition(_FRAGMENT)[2], "runs": [str(run.path) for run in chosen]}
         typer.echo(json.dumps(facts) if as_json else link)
 
     if live and target.token:
@@ -209,9 +205,7 @@ def draw(runs: list[PlottedCurves], output: Path) -> None:
         reward.plot(*run.metric("reward_mean"), color=color, label=label)
         if (highest := run.highest_reward()) is not None and len(runs) == 1:
             reward.axhline(highest, color="black", linestyle=":", linewidth=1)
-            reward.annotate(
-                f"highest {highest:g}", (0, highest), (2, -10), textcoords="offset points", fontsize=8
-            )
+            reward.annotate(f"highest {highest:g}", (0, highest), (2, -10), textcoords="offset points", fontsize=8)
         length.plot(*run.metric("response_tokens_mean"), color=color)
         _held_out(held_out, run, color, labelled=len(runs) == 1)
     records = [record for run in runs for record in run.course.validations]
@@ -230,9 +224,7 @@ def draw(runs: list[PlottedCurves], output: Path) -> None:
         reward.legend(fontsize=8)
     pairs = list(runs[0].before_and_after()) if len(runs) == 1 else []
     _texts(last, pairs) if pairs else _staleness(last, runs)
-    figure.suptitle(
-        "\n".join(run.title() for run in runs) if len(runs) == 1 else f"{len(runs)} runs", fontsize=12
-    )
+    figure.suptitle("\n".join(run.title() for run in runs) if len(runs) == 1 else f"{len(runs)} runs", fontsize=12)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # what models write is in no font as a whole
         figure.savefig(output, dpi=120)

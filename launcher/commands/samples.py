@@ -29,9 +29,7 @@ def samples(
     ] = None,
     best: Annotated[bool, typer.Option("--best", help="Those with the highest scores.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest scores.")] = False,
-    errors: Annotated[
-        bool, typer.Option("--errors", help="Those whose rewards failed, newest first.")
-    ] = False,
+    errors: Annotated[bool, typer.Option("--errors", help="Those whose rewards failed, newest first.")] = False,
     validation: Annotated[bool, typer.Option("--validation", help="Of validations alone.")] = False,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=1000, help="How many.")] = 4,
     full: Annotated[bool, typer.Option("--full", help="Long texts and tracebacks whole.")] = False,
@@ -89,9 +87,7 @@ def _nothing(target: RemoteJob, kind: GroupKind | None, errors: bool) -> str:
         cut = "…, " if len(steps) > MOST_STEPS else ""
         of = "versions" if kind == "validation" else "steps"
         return f"no such sample is kept: there are those of {of} {cut}{', '.join(steps[-MOST_STEPS:])}"
-    return (
-        "no such sample is kept: they come with the first trained step (logging.sample_groups says how many)"
-    )
+    return "no such sample is kept: they come with the first trained step (logging.sample_groups says how many)"
 
 
 def text(record: SampleRecord, most: int | None) -> str:

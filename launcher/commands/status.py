@@ -193,9 +193,7 @@ def _while_running(facts: Mapping[str, Any]) -> str:
 
 def _from_where(facts: Mapping[str, Any]) -> str:
     if facts["checkpoint"] is None:
-        return (
-            " (without a checkpoint: steps that were trained must be trained again)" if _steps(facts) else ""
-        )
+        return " (without a checkpoint: steps that were trained must be trained again)" if _steps(facts) else ""
     return f" from the checkpoint of step {facts['checkpoint']['step']}"
 
 
@@ -304,9 +302,7 @@ def why_lines(facts: Mapping[str, Any]) -> list[str]:
             for r in (facts["replicas"] or [])[:MOST_REPLICAS]
         ]
         if status.rewards is not None:
-            text += [
-                f"  reward failed {count} times: {kind}" for kind, count in status.rewards.failed.items()
-            ]
+            text += [f"  reward failed {count} times: {kind}" for kind, count in status.rewards.failed.items()]
         text += [f"  alarm: {alarm.text}" for alarm in status.alarms]
         text += [f"  would help: {advice}" for advice in status.advice]
     elif history := facts["history"]:
@@ -390,9 +386,7 @@ def _process_lines(facts: Mapping[str, Any], now: float) -> list[str]:
     deaths = [end for end in launcher.get("ends") or [] if end["code"]]  # the others left in order
     for end in deaths[-3:]:
         ago = f" ({duration(now - end['at'])} ago)" if facts["alive"] else ""
-        text.append(
-            f"  died: {_clock(end['at'])}{ago} {end['process']}: {end['what']}; its log: {end['log']}"
-        )
+        text.append(f"  died: {_clock(end['at'])}{ago} {end['process']}: {end['what']}; its log: {end['log']}")
         text += [f"    │ {said}" for said in end["lines"][-1:]]
     return text
 

@@ -92,9 +92,7 @@ def _kill(run: RunDir) -> str:
     """Ctrl-C, again and again until the launcher has killed everything and left."""
     holder = run.holder()
     if holder is None:
-        raise LaunchError(
-            f"the launcher of {run.path} is starting or ending right now", "try again", EXIT_FAILED
-        )
+        raise LaunchError(f"the launcher of {run.path} is starting or ending right now", "try again", EXIT_FAILED)
     if not holder.is_here:
         raise LaunchError(f"the launcher of {run.path} is {holder}", "use --now on that machine", EXIT_FAILED)
     give_up = time.monotonic() + KILL_SECONDS

@@ -38,12 +38,9 @@ def try_reward(
     config: Configs,
     set_: Overrides = None,
     rows: Annotated[
-        int | None,
-        typer.Option("--rows", min=1, help="How many rows. Default: 3, or one for each of --answers."),
+        int | None, typer.Option("--rows", min=1, help="How many rows. Default: 3, or one for each of --answers.")
     ] = None,
-    completion: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Score this answer to each row.")
-    ] = None,
+    completion: Annotated[str | None, typer.Option(metavar="TEXT", help="Score this answer to each row.")] = None,
     answers: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help='Score these: line i, {"completion": TEXT} or a text, to row i.'),
@@ -159,9 +156,7 @@ def _score(
     directory: Path, data: Record, rows: Sequence[Record], tried: Sequence[Mapping[str, str]]
 ) -> tuple[list[Record], list[str]]:
     """Score each answer; also what the functions have printed."""
-    lines_ = [
-        json.dumps({**row, "responses": list(texts.values())}) for row, texts in zip(rows, tried, strict=True)
-    ]
+    lines_ = [json.dumps({**row, "responses": list(texts.values())}) for row, texts in zip(rows, tried, strict=True)]
     (directory / "data" / "evaluation.jsonl").write_text("\n".join(lines_) + "\n", encoding="utf-8")
     limit = STARTING + data["reward"]["timeout"] * sum(map(len, tried))
     given = data["reward"]["environment"]
@@ -205,11 +200,7 @@ def lines(
     for error, number in errors.items():
         yield from (f"error {number}: {error.rstrip()}", "")
     failed = sum(answer["error"] is not None for answer in scored)
-    yield (
-        f"{failed} of {len(scored)} answers could not be scored"
-        if failed
-        else f"{len(scored)} answers scored"
-    )
+    yield (f"{failed} of {len(scored)} answers could not be scored" if failed else f"{len(scored)} answers scored")
 
 
 def _cut(text: str, size: int) -> str:

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FORMAT = 1
-ALL_DROPPED = (
-    "every prompt of this run has been dropped, so nothing is left to resume: start a run of its own"
-)
+ALL_DROPPED = "every prompt of this run has been dropped, so nothing is left to resume: start a run of its own"
 
 
 @dataclass(slots=True)
@@ -107,9 +105,7 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The lines of the final table, from a summary (also one read back from disk)."""
     status, ledger = summary.get("status") or {}, summary.get("ledger") or {}
     outcome, reason = summary["outcome"], summary.get("reason") or ""
-    lines = [
-        ("outcome", reason if reason.startswith(outcome) else f"{outcome}: {reason}" if reason else outcome)
-    ]
+    lines = [("outcome", reason if reason.startswith(outcome) else f"{outcome}: {reason}" if reason else outcome)]
     if status:
         lines.append(("steps", f"{status['step']} of {status['total_steps']}"))
     starts, total = summary.get("starts", 1), summary.get("total_elapsed_s", summary["elapsed_s"])

@@ -155,11 +155,7 @@ def _rows(view: View) -> list[tuple[str, Text]]:
     for name, style, value in (
         ("processes", "", "  ".join(f"{name} {state}" for name, state in view.processes.items())),
         ("redis", "yellow", REDIS.get(view.redis, "")),
-        (
-            "controller",
-            "yellow",
-            why_waiting if view.reachable else "does not answer; the workers keep trying",
-        ),
+        ("controller", "yellow", why_waiting if view.reachable else "does not answer; the workers keep trying"),
         ("stopping", "yellow", view.notice),
         ("note", "yellow", status.note if status else ""),
         *(("alarm", "yellow", alarm.text) for alarm in (status.alarms if status else [])),
@@ -239,10 +235,7 @@ SHOWN_METRICS = (
 
 def _policy(status: JobStatus) -> str:
     known = status.metrics
-    return (
-        ", ".join(f"{name} {form.format(known[key])}" for name, key, form in SHOWN_METRICS if key in known)
-        or "–"
-    )
+    return ", ".join(f"{name} {form.format(known[key])}" for name, key, form in SHOWN_METRICS if key in known) or "–"
 
 
 def members_text(status: JobStatus) -> str:
@@ -274,9 +267,7 @@ def rewards_text(status: JobStatus) -> str:
     if rewards.scoring:
         parts.append(f"{rewards.scoring} in the pool, the oldest for {rewards.oldest_s:.0f} s")
     if rewards.wait_fraction is not None and rewards.wait_fraction >= WORTH_SHOWING:
-        parts.append(
-            f"engines waited {duration(rewards.wait_seconds)} ({rewards.wait_fraction:.0%}) for them"
-        )
+        parts.append(f"engines waited {duration(rewards.wait_seconds)} ({rewards.wait_fraction:.0%}) for them")
     return "; ".join(parts)
 
 

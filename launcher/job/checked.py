@@ -60,6 +60,4 @@ def check_start(checked: Checked) -> None:
             "write placement.nodes = 2, or as many as there are, or leave --head out",
         )
     if config.is_evaluation and checked.request.resume is not None:
-        raise LaunchError(
-            "an evaluation has nothing to resume", "leave --resume out: it is quick to run again"
-        )
+        raise LaunchError("an evaluation has nothing to resume", "leave --resume out: it is quick to run again")

@@ -62,11 +62,7 @@ class Job:
     """One start of `cosmos-launch`."""
 
     def __init__(
-        self,
-        plan: JobPlan,
-        screen: Screen,
-        early: Sequence[int] = (),
-        hosts: Mapping[int, Host] | None = None,
+        self, plan: JobPlan, screen: Screen, early: Sequence[int] = (), hosts: Mapping[int, Host] | None = None
     ) -> None:
         """early: signals that came before this; read when the job begins to handle them itself. hosts: the other
         machines, by the number of the node."""
@@ -169,10 +165,7 @@ class Job:
             )
         if plan.redis.replica is not None:
             self.supervisor.launch(
-                plan.redis.replica,
-                after="controller",
-                keeps=str(plan.run.redis),
-                private=plan.redis.directory,
+                plan.redis.replica, after="controller", keeps=str(plan.run.redis), private=plan.redis.directory
             )
         if not plan.continued:
             self._launch_workers()
@@ -321,9 +314,7 @@ class Job:
     async def _finish(self, outcome: JobOutcome) -> Collected:
         self.scaling.over = True
         services = (Role.CONTROLLER, Role.REDIS)
-        workers = [
-            name for name, kept in self.supervisor.replicas.items() if kept.replica.role not in services
-        ]
+        workers = [name for name, kept in self.supervisor.replicas.items() if kept.replica.role not in services]
         if outcome.name == "failed":
             self.event(f"failed: {outcome.reason}")
             await self.link.notify(api.fail(outcome.reason))
@@ -396,9 +387,7 @@ class Job:
         """SIGUSR1."""
         done = await self.link.notify(api.operate("checkpoint"))
         if done is None:
-            self.event(
-                "SIGUSR1: no checkpoint can be requested now, the controller does not answer or refuses"
-            )
+            self.event("SIGUSR1: no checkpoint can be requested now, the controller does not answer or refuses")
         else:
             self.event(f"SIGUSR1: a checkpoint is saved after step {done.step}")
 

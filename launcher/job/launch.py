@@ -123,9 +123,7 @@ async def _run(start: RunStart, tokens: RunTokens, reuse_data: bool, early: Sequ
 
 
 @asynccontextmanager
-async def _nodes(
-    start: RunStart, head: HeadAddress, early: Sequence[int]
-) -> AsyncIterator[tuple[NodeServer, Site]]:
+async def _nodes(start: RunStart, head: HeadAddress, early: Sequence[int]) -> AsyncIterator[tuple[NodeServer, Site]]:
     """Wait for the other machines at the address of the head. Raises LaunchError: some do not come."""
     from launcher.nodes.agreement import facts
     from launcher.nodes.head import NodeServer, Terms

@@ -64,9 +64,7 @@ class Pulse:
 class RedisPulse:
     """Looks after one server until it is cancelled. `state` is what was found last."""
 
-    def __init__(
-        self, server: RedisServer, restart: Callable[[], None], event: Callable[[str], None]
-    ) -> None:
+    def __init__(self, server: RedisServer, restart: Callable[[], None], event: Callable[[str], None]) -> None:
         self._server, self._restart, self._event = server, restart, event
         self._own = server.replica is not None
         self._pulse = Pulse(restarts=self._own)

@@ -109,9 +109,7 @@ def no_controller(target: RemoteJob) -> LaunchError:
     if summary.get("outcome") == "finished":
         return LaunchError(f"{target.name} has finished", "", EXIT_FAILED)
     return LaunchError(
-        f"{target.name} is not running",
-        f"`cosmos-launch --resume {target.name}` goes on with it",
-        EXIT_FAILED,
+        f"{target.name} is not running", f"`cosmos-launch --resume {target.name}` goes on with it", EXIT_FAILED
     )
 
 

@@ -87,9 +87,7 @@ def replay(wanted: ReplayOptions, env: Mapping[str, str]) -> int:
     recorded = survey(run, wanted.first, wanted.count)
     first = min(recorded)
     if run.is_alive():
-        _complain(
-            f"note: {run.path} is running: its batches are read as they are now, and it may remove them"
-        )
+        _complain(f"note: {run.path} is running: its batches are read as they are now, and it may remove them")
     sweep(run.profiles)
     directory = Path(tempfile.mkdtemp(prefix="cosmos-replay-"))
     code = EXIT_OK
@@ -124,9 +122,7 @@ def replay(wanted: ReplayOptions, env: Mapping[str, str]) -> int:
 # ---- what is replayed -----------------------------------------------------------------------------------------
 
 
-def read_config(
-    run: RunDir, overrides: Sequence[str], env: Mapping[str, str]
-) -> tuple[Config, ConfigChanges]:
+def read_config(run: RunDir, overrides: Sequence[str], env: Mapping[str, str]) -> tuple[Config, ConfigChanges]:
     """The run's configuration with `--set` and the environment on top, and what these change.
 
     Raises ConfigError: it is wrong, or was already; LaunchError: there is none, or a changed key would not be read.
@@ -137,9 +133,7 @@ def read_config(
     before = leaves(resolved(written))
     config = load([run.config_toml], overrides, env).config
     if not config.is_grpo or config.is_evaluation:
-        raise LaunchError(
-            f"{run.path} is not a run of reinforcement learning", "only such runs record batches"
-        )
+        raise LaunchError(f"{run.path} is not a run of reinforcement learning", "only such runs record batches")
     now = leaves(resolved(config))
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     if problems := nsight.check_nsight(config):
@@ -214,9 +208,7 @@ class RecordFollower:
                 yield json.loads(line)
 
 
-async def run_ranks(
-    replica: PlacedReplica, output: Path, setting: Setting, show: Callable[[Record], None]
-) -> int:
+async def run_ranks(replica: PlacedReplica, output: Path, setting: Setting, show: Callable[[Record], None]) -> int:
     """All ranks to their end, and what they report meanwhile; the exit code. Leaves no process behind.
 
     The first signal asks the ranks to leave, so that they write what they have recorded; the second one kills them.
@@ -330,9 +322,7 @@ def _ranks(count: int) -> str:
 
 def medians(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the medians of seconds and of tokens a second: the first steps warm up."""
-    return {
-        name: statistics.median(step[name] for step in steps) for name in ("train_seconds", "tokens_per_s")
-    }
+    return {name: statistics.median(step[name] for step in steps) for name in ("train_seconds", "tokens_per_s")}
 
 
 def text_of(record: Mapping[str, Any]) -> str:

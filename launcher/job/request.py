@@ -64,11 +64,8 @@ class LaunchRequest:
             raise already_running(run)
         if not self.configs and not run.config_toml.is_file():
             raise LaunchError(
-                f"{run.path} holds no config.toml",
-                "name the configuration: cosmos-launch --config run.toml --resume",
+                f"{run.path} holds no config.toml", "name the configuration: cosmos-launch --config run.toml --resume"
             )
         place = {"train.output_dir": str(run.path.parent), "train.timestamp": run.path.name}
         where = [f"{key}={json.dumps(value)}" for key, value in place.items()]
-        return replace(
-            self, configs=self.configs or [run.config_toml], overrides=[*self.overrides, *where], run=run
-        )
+        return replace(self, configs=self.configs or [run.config_toml], overrides=[*self.overrides, *where], run=run)

@@ -36,11 +36,7 @@ class ReplicaChange:
 
 
 def changes(
-    desired: int,
-    names: Sequence[str],
-    running: Collection[str],
-    leaving: Collection[str],
-    leases: Mapping[str, int],
+    desired: int, names: Sequence[str], running: Collection[str], leaving: Collection[str], leases: Mapping[str, int]
 ) -> ReplicaChange:
     """Choose what to start and to end for `desired` replicas of ours. Pure.
 

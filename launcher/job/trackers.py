@@ -40,15 +40,11 @@ def command(config: Config, run_dir: Path) -> list[str] | None:
 class Trackers:
     """Started with the job, and again when it dies; `finish` waits until they have everything, or time is over."""
 
-    def __init__(
-        self, config: Config, run_dir: Path, env: Mapping[str, str], event: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: Config, run_dir: Path, env: Mapping[str, str], event: Callable[[str], None]) -> None:
         self._command = command(config, run_dir)
         self._run_dir, self._event = run_dir, event
         self._env = given_to_trackers(config.logging.logger, env)
-        self._settings = keeper.KeeperSettings(
-            os.getpid(), CLOSE_SECONDS, str(run_dir / ".locks" / "trackers.lock")
-        )
+        self._settings = keeper.KeeperSettings(os.getpid(), CLOSE_SECONDS, str(run_dir / ".locks" / "trackers.lock"))
         self._process: asyncio.subprocess.Process | None = None
         """Its keeper."""
         self._kept: LocalProcess | None = None

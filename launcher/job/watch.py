@@ -36,12 +36,7 @@ class JobWatch:
     """Keeps the view up to date until the job is over."""
 
     def __init__(
-        self,
-        plan: JobPlan,
-        link: ControllerLink,
-        supervisor: Supervisor,
-        view: View,
-        event: Callable[[str], None],
+        self, plan: JobPlan, link: ControllerLink, supervisor: Supervisor, view: View, event: Callable[[str], None]
     ) -> None:
         self._config, self._logs = plan.config, plan.run.logs
         self._link, self._supervisor, self._view, self._event = link, supervisor, view, event
@@ -120,9 +115,7 @@ class JobWatch:
             timeout = self._config.controller.heartbeat_timeout + nsight.report_seconds(self._config)
             if kept is None or kept.state != "up" or not is_hung(info, now - kept.since, timeout):
                 continue
-            self._event(
-                f"{info.name} is alive, but has sent nothing for {info.last_seen_s:.0f} s: restarting it"
-            )
+            self._event(f"{info.name} is alive, but has sent nothing for {info.last_seen_s:.0f} s: restarting it")
             self._supervisor.kill(info.name)
 
     def _judge(self) -> JobOutcome | None:
@@ -137,9 +130,7 @@ class JobWatch:
             lines = visible(status.traceback).split("\n")
             return JobOutcome("failed", EXIT_FAILED, status.last_error or "", tuple(lines))
         culprit = min(self._unseen, default="controller")  # one that did not register has written why
-        return blame(
-            self._logs, culprit, status.last_error or "the controller reports that the job has failed"
-        )
+        return blame(self._logs, culprit, status.last_error or "the controller reports that the job has failed")
 
 
 def blame(logs: Path, process: str, reason: str) -> JobOutcome:

@@ -19,13 +19,7 @@ from pathlib import Path
 from launcher.errors import LaunchError
 from launcher.nodes import messages as m
 from launcher.nodes.agreement import facts
-from launcher.nodes.announcement import (
-    Announcement,
-    AnnouncementError,
-    HeadAddress,
-    place_of,
-    shared_directories,
-)
+from launcher.nodes.announcement import Announcement, AnnouncementError, HeadAddress, place_of, shared_directories
 from launcher.nodes.link import BUFFER, PROVE, LinkClosedError, NodeLink, RefusedError
 from launcher.nodes.orders import OrderError, Orders, run_of
 from launcher.plan import nsight
@@ -129,17 +123,13 @@ def _in_words(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the certificate of what listens there is refused: {error.verify_message} (controller.tls_ca)"
     if isinstance(error, ssl.SSLError):
-        return (
-            f"what listens there does not speak TLS as controller.tls_cert demands: {error.reason or error}"
-        )
+        return f"what listens there does not speak TLS as controller.tls_cert demands: {error.reason or error}"
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno).lower()
     return str(error) or f"no answer in {CONNECT:g} s: is a firewall in between?"
 
 
-async def _handshake(
-    joining: Joining, known: Mapping[str, str], place: Path, event: Callable[[str], None]
-) -> Node:
+async def _handshake(joining: Joining, known: Mapping[str, str], place: Path, event: Callable[[str], None]) -> Node:
     announced = Announcement.read(place)
     config, head = joining.config, joining.head
     context: ssl.SSLContext | None = None

@@ -43,9 +43,7 @@ def facts(config: Config, env: Mapping[str, str]) -> dict[str, str]:
         path = value.rpartition(":")[0] if isinstance(value, str) else ""
         if path.endswith(".py"):
             digests[f"file {path}"] = _file(Path(path))
-    return digests | {
-        key: _digest(json.dumps(value, sort_keys=True).encode()) for key, value in values.items()
-    }
+    return digests | {key: _digest(json.dumps(value, sort_keys=True).encode()) for key, value in values.items()}
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str]:

@@ -48,9 +48,7 @@ class HeadAddress:
     @classmethod
     def parse(cls, text: str) -> HeadAddress:
         """`host`, `host:port`, `[v6]:port` or a bare v6 address. Raises LaunchError."""
-        parts = re.fullmatch(
-            r"\[(?P<v6>[^]]+)](?::(?P<v6port>\d+))?|(?P<host>[^:\s]+)(?::(?P<port>\d+))?", text
-        )
+        parts = re.fullmatch(r"\[(?P<v6>[^]]+)](?::(?P<v6port>\d+))?|(?P<host>[^:\s]+)(?::(?P<port>\d+))?", text)
         if parts is None and text.count(":") > 1 and re.fullmatch(r"[0-9a-fA-F:.]+", text):
             return cls(text, DEFAULT_PORT)
         port = int((parts["v6port"] or parts["port"] or DEFAULT_PORT) if parts else 0)

@@ -19,13 +19,7 @@ from pathlib import Path
 from launcher.errors import LaunchError
 from launcher.nodes import messages as m
 from launcher.nodes.agreement import clocks_apart, difference
-from launcher.nodes.announcement import (
-    Announcement,
-    AnnouncementError,
-    HeadAddress,
-    place_of,
-    shared_directories,
-)
+from launcher.nodes.announcement import Announcement, AnnouncementError, HeadAddress, place_of, shared_directories
 from launcher.nodes.link import LinkClosedError, NodeLink
 from launcher.nodes.listener import NodeListener
 from launcher.nodes.orders import SENT
@@ -199,9 +193,7 @@ class NodeServer:
         except OSError as error:
             hint = "end what listens there, or name another port: --head HOST:PORT on every machine"
             raise LaunchError(f"the head cannot listen at {head}: {error.strerror}", hint) from None
-        announced = Announcement(
-            str(head), str(self._terms.run.path), self._token, socket.gethostname(), os.getpid()
-        )
+        announced = Announcement(str(head), str(self._terms.run.path), self._token, socket.gethostname(), os.getpid())
         try:
             try:
                 announced.write(self._file)
@@ -302,9 +294,7 @@ class NodeServer:
     def _refuse(self, link: NodeLink, hello: m.Hello, refusal: m.Refusal) -> None:
         link.send(refusal)
         if not refusal.again:
-            self._event(
-                f"{hello.host} ({hello.address}, pid {hello.pid}) is refused as a node: {refusal.reason}"
-            )
+            self._event(f"{hello.host} ({hello.address}, pid {hello.pid}) is refused as a node: {refusal.reason}")
 
     def _number_for(self, hello: m.Hello) -> tuple[int, m.Refusal | None]:
         """Which node it is: the one it says, one that it was before, else the first that is missing."""
@@ -313,9 +303,7 @@ class NodeServer:
             if hello.node in self.hosts:
                 return hello.node, None
             reason = f"node {hello.node} is not one of placement.nodes = {len(self.hosts) + 1}"
-            return 0, m.Refusal(
-                reason=reason, hint="number the machines from 0, the head, or leave --node out"
-            )
+            return 0, m.Refusal(reason=reason, hint="number the machines from 0, the head, or leave --node out")
         before = [number for number in free if self.hosts[number].name.endswith(f"({hello.host})")]
         if before or free:
             return (before or free)[0], None
@@ -345,13 +333,9 @@ class NodeServer:
         try:
             for key, fault in proof.faults.items():
                 if key == "controller":
-                    return m.Refusal(
-                        reason=fault, hint="open the port of the controller between these machines"
-                    )
+                    return m.Refusal(reason=fault, hint="open the port of the controller between these machines")
                 hint = "mount it there, for the same user"
-                return m.Refusal(
-                    reason=f"{key}: {directories.get(key, key)} cannot be written: {fault}", hint=hint
-                )
+                return m.Refusal(reason=f"{key}: {directories.get(key, key)} cannot be written: {fault}", hint=hint)
             for key, directory in directories.items():
                 if not await _appears(Path(directory) / name):
                     reason = f"{key}: {directory} there is not the head's: what is written is not seen here"

@@ -121,9 +121,7 @@ async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[st
             "resume it with --set policy.parallelism.n_init_replicas=2",
         )
     try:
-        replica = (
-            joined(config, name) if role is Role.ROLLOUT else another_policy(config, name, find_machine(env))
-        )
+        replica = joined(config, name) if role is Role.ROLLOUT else another_policy(config, name, find_machine(env))
     except PlacementError as error:
         raise ConfigError([error.problem]) from None
 
@@ -133,9 +131,7 @@ async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[st
             secrets["COSMOS_NODE_ADDRESS"] = env.get("COSMOS_NODE_ADDRESS") or own_address(joined_to.url)
         return spec.environment(config, env, secrets)
 
-    supervisor = Supervisor(
-        Setting.of_run(config, run, whole), Always(Situation(over=False, needed=False), _say)
-    )
+    supervisor = Supervisor(Setting.of_run(config, run, whole), Always(Situation(over=False, needed=False), _say))
 
     def has_restarted() -> bool:
         return _Controller.of(run, role) != joined_to

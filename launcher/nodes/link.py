@@ -75,12 +75,7 @@ class NodeLink:
 
     @classmethod
     async def to_head(
-        cls,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        silence: float,
-        token: str,
-        head: HeadAddress,
+        cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float, token: str, head: HeadAddress
     ) -> NodeLink:
         """Prove this node to the head, once that has proven itself. Raises `ProofError`; the caller closes `writer`.
 
@@ -94,12 +89,7 @@ class NodeLink:
 
     @classmethod
     async def to_node(
-        cls,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        silence: float,
-        token: str,
-        head: HeadAddress,
+        cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float, token: str, head: HeadAddress
     ) -> NodeLink:
         """Prove this head to a node, and wait for its proof. Raises `ProofError`; the caller closes `writer`."""
         prover = ServerProof(PURPOSE, token, await _exactly(reader, OPENING_BYTES), (str(head),))

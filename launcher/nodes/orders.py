@@ -38,9 +38,7 @@ def run_of(config: Config, path: str) -> RunDir:
     output = Path(absolute(config.train.output_dir))
     name = path.rpartition("/")[2]
     if not name or name.startswith(".") or not name.isprintable() or path != str(output / name):
-        raise OrderError(
-            f"the head names the run directory {path}, which is not one of train.output_dir = {output}"
-        )
+        raise OrderError(f"the head names the run directory {path}, which is not one of train.output_dir = {output}")
     return RunDir(output / name)
 
 

@@ -74,9 +74,7 @@ def environment(
 ) -> dict[str, str]:
     """The secrets and addresses that a role gets: its own and no other. `tls_ca`: whom callers of `url` trust."""
     if role is Role.CONTROLLER:
-        env = {
-            f"COSMOS_TOKEN_{name.upper()}": getattr(tokens, name) for name in ("user", "rollout", "policy")
-        }
+        env = {f"COSMOS_TOKEN_{name.upper()}": getattr(tokens, name) for name in ("user", "rollout", "policy")}
         env["COSMOS_REDIS_URL"] = redis_url
         return {**env, "COSMOS_REDIS_PASSWORD": password} if password else env
     return worker_secrets(url, getattr(tokens, role), tls_ca) if role in (Role.ROLLOUT, Role.POLICY) else {}
@@ -96,13 +94,7 @@ def base_environment(env: Mapping[str, str]) -> dict[str, str]:
     """The user's environment, without the secrets and addresses of jobs and without keys of the configuration, which
     may hold credentials: processes read `config.json`. For the user's own secrets see `given_to`,
     for addresses that no proxy is asked for `spared`."""
-    private = (
-        "COSMOS_TOKEN",
-        "COSMOS_REDIS_",
-        "COSMOS_CONTROLLER_URL",
-        "COSMOS_REPLICA_",
-        "COSMOS_PARENT_PID",
-    )
+    private = ("COSMOS_TOKEN", "COSMOS_REDIS_", "COSMOS_CONTROLLER_URL", "COSMOS_REPLICA_", "COSMOS_PARENT_PID")
     kept = {
         key: value
         for key, value in env.items()
@@ -198,9 +190,7 @@ def upload_targets(config: Config, run: str, env: Mapping[str, str]) -> Iterator
         name = "final" if ckpt.upload_s3 == "final" else "<checkpoint or final>"
         yield f"{what} to s3://{ckpt.s3_bucket}/{prefix}/{name}/ {_bucket_access(env)}"
     if ckpt.upload_hf:
-        given = (
-            "" if env.get("HF_TOKEN") else "; HF_TOKEN is not set: the login stored on this machine is used"
-        )
+        given = "" if env.get("HF_TOKEN") else "; HF_TOKEN is not set: the login stored on this machine is used"
         endpoint = _without_credentials(env.get("HF_ENDPOINT") or HUB)
         yield f"exports of checkpoints and the final model to {endpoint}/{ckpt.hf_repo_name}, a commit each{given}"
 
@@ -209,9 +199,7 @@ def _bucket_access(env: Mapping[str, str]) -> str:
     """At which endpoint, and with whose credentials."""
     endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or "AWS"
     keyed = any(env.get(key) for key in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE"))
-    given = (
-        "" if keyed else "; neither AWS_ACCESS_KEY_ID nor AWS_PROFILE is set: a role of this machine is used"
-    )
+    given = "" if keyed else "; neither AWS_ACCESS_KEY_ID nor AWS_PROFILE is set: a role of this machine is used"
     return f"at {_without_credentials(endpoint)}{given}"
 
 

@@ -100,9 +100,7 @@ def parse_driver(text: str) -> list[GpuFacts]:
 
 def _capability_of(name: str, listed: list[GpuFacts]) -> Capability | None:
     """Return the generation of the GPU that CUDA_VISIBLE_DEVICES names by index or by the beginning of a UUID."""
-    return next(
-        (fact.capability for fact in listed if fact.index == name or fact.uuid.startswith(name)), None
-    )
+    return next((fact.capability for fact in listed if fact.index == name or fact.uuid.startswith(name)), None)
 
 
 def torch_has_cuda() -> bool:

@@ -61,9 +61,7 @@ def too_many(wanted: Needs, workers: int, nodes: int) -> Problem:
 
 def unlike_the_policy(role: RoleLayout, ranks: int) -> Problem:
     named = len(role.devices)
-    message = (
-        f"names {named} devices, and policy.parallelism.dp_shard_size = -1 makes {ranks} data ranks here"
-    )
+    message = f"names {named} devices, and policy.parallelism.dp_shard_size = -1 makes {ranks} data ranks here"
     hint = f"name {ranks} devices, one for each, or write policy.parallelism.dp_shard_size = {named}"
     return Problem(role.key, message, role.listed, hint, related=("policy.parallelism.dp_shard_size",))
 
@@ -71,16 +69,11 @@ def unlike_the_policy(role: RoleLayout, ranks: int) -> Problem:
 def absent_devices(role: RoleLayout, beyond: list[int], count: int) -> Problem:
     names = ", ".join(map(str, beyond))
     message = f"names device {names}, and this machine has {count} GPUs for this job (0 to {count - 1})"
-    return Problem(
-        role.key, message, role.listed, "name devices that are there; look at CUDA_VISIBLE_DEVICES"
-    )
+    return Problem(role.key, message, role.listed, "name devices that are there; look at CUDA_VISIBLE_DEVICES")
 
 
 def too_few(config: Config, wanted: Needs, listed: list[RoleLayout], free: int, count: int) -> Problem:
-    policy, rollout = (
-        wanted.policy_replicas * wanted.policy_ranks,
-        wanted.rollout_replicas * wanted.rollout_gpus,
-    )
+    policy, rollout = (wanted.policy_replicas * wanted.policy_ranks, wanted.rollout_replicas * wanted.rollout_gpus)
     parts = f"{wanted.policy_replicas} policy replicas of {wanted.policy_ranks}"
     if wanted.rollout_replicas:
         parts += f", {wanted.rollout_replicas} rollout replicas of {wanted.rollout_gpus}"
@@ -101,9 +94,7 @@ def too_few(config: Config, wanted: Needs, listed: list[RoleLayout], free: int, 
     return Problem(key, message, total, hint)
 
 
-def too_few_to_replay(
-    role: RoleLayout, world: int, available: int, listed: list[RoleLayout], count: int
-) -> Problem:
+def too_few_to_replay(role: RoleLayout, world: int, available: int, listed: list[RoleLayout], count: int) -> Problem:
     message, key = f"the replay needs {world} GPUs, ", "policy.parallelism.dp_shard_size"
     message += f"{role.key} names {available}" if role.listed else f"this machine has {count}"
     if listed and not role.listed:

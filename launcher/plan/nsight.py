@@ -9,13 +9,7 @@ from pathlib import Path
 from schema.config import Config, Problem
 
 PROGRAM, KEY = "nsys", "profiler.enable_nsys"
-OPTIONS = (
-    "--trace=cuda,nvtx,osrt",
-    "--sample=none",
-    "--cpuctxsw=none",
-    "--wait=primary",
-    "--force-overwrite=false",
-)
+OPTIONS = ("--trace=cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--wait=primary", "--force-overwrite=false")
 """Calls and kernels, our ranges, and what the operating system is asked for; no samples of the CPU. `--wait=primary`:
 the report follows the end of the worker, whatever that has left behind."""
 REPORT_SECONDS = 120.0

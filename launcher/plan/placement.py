@@ -147,9 +147,7 @@ def place_elastic(
         with suppress(PlacementError):
             every = place(_with_rollouts(config, count), *machines)
             late = {f"rollout-{index}" for index in range(begun, count)}
-            return [each for each in every if each.name not in late], [
-                each for each in every if each.name in late
-            ]
+            return [each for each in every if each.name not in late], [each for each in every if each.name in late]
     return first, []
 
 
@@ -178,17 +176,13 @@ def _gpus_by_node(config: Config, machines: Sequence[Machine]) -> list[tuple[str
     gpus = [usable_gpus(config, machine, node) for node, machine in enumerate(machines)]
     for node, names in enumerate(gpus):
         if len(names) != len(gpus[0]):
-            message = (
-                f"node 0 has {len(gpus[0])} GPUs and node {node} has {len(names)}; devices are numbered by it"
-            )
+            message = f"node 0 has {len(gpus[0])} GPUs and node {node} has {len(names)}; devices are numbered by it"
             hint = f"write placement.gpus_per_node = {min(map(len, gpus))}"
             raise PlacementError(Problem("placement.gpus_per_node", message, None, hint))
     return gpus
 
 
-def _nodes(
-    wanted: Needs, devices: Mapping[str, list[tuple[int, ...]]], count: int, gpus_per_node: int
-) -> _Nodes:
+def _nodes(wanted: Needs, devices: Mapping[str, list[tuple[int, ...]]], count: int, gpus_per_node: int) -> _Nodes:
     rollouts = devices.get("rollout", [])
     if gpus_per_node:
         ranks = wanted.policy_ranks
@@ -224,9 +218,7 @@ def _check_nearness(
                     f"name devices machine by machine in placement.policy and {role.key}, each on that of its rank, "
                     f"or write {role.key} = []"
                 )
-                raise PlacementError(
-                    Problem(role.key, message, role.listed, hint, related=("placement.policy",))
-                )
+                raise PlacementError(Problem(role.key, message, role.listed, hint, related=("placement.policy",)))
 
 
 def replay(config: Config, machine: Machine, ranks: int, arguments: Sequence[str]) -> PlacedReplica:
@@ -379,9 +371,7 @@ def another_policy(config: Config, name: str, *machines: Machine) -> PlacedRepli
     )
     (placed,) = place(alone, *machines, rollouts=False)
     processes = tuple(
-        replace(
-            spec, name=spec.name.replace(placed.name, name, 1), env={**spec.env, "COSMOS_REPLICA_NAME": name}
-        )
+        replace(spec, name=spec.name.replace(placed.name, name, 1), env={**spec.env, "COSMOS_REPLICA_NAME": name})
         for spec in placed.processes
     )
     return replace(placed, name=name, processes=processes)

@@ -39,9 +39,7 @@ def pods(config: Config) -> Pods:
             "write placement.gpus_per_node = 8, or as many as a node has; 0 for a job without GPUs",
         )
     if config.placement.share != "none":
-        raise LaunchError(
-            f'placement.share = "{config.placement.share}": pods do not share GPUs', "leave it out"
-        )
+        raise LaunchError(f'placement.share = "{config.placement.share}": pods do not share GPUs', "leave it out")
     for name in ("policy", "rollout", "reference", "critic"):
         if getattr(config.placement, name):
             raise LaunchError(
@@ -101,9 +99,7 @@ def _check_engine(config: Config, gpus: int, count: int) -> None:
 def of_policy(config: Config, replica: int, pod: int) -> tuple[ProcessSpec, ...]:
     """The ranks of a policy replica in one of its pods. Raises LaunchError: the job has no such pod."""
     counts = pods(config)
-    known = replica == 0 or (
-        replica > 0 and counts.replicas > 1
-    )  # of several there may be more than at the start
+    known = replica == 0 or (replica > 0 and counts.replicas > 1)  # of several there may be more than at the start
     if not known or not 0 <= pod < counts.each:
         raise LaunchError(
             f"policy-{replica} has no pod {pod}: the job has {counts.replicas} policy replicas of {counts.each} pods",

@@ -57,9 +57,7 @@ class RedisUnusableError(Exception):
 
 def named(config: RedisConfig, env: Mapping[str, str]) -> RedisServer | None:
     """The server of `redis.url`; None when the job brings its own."""
-    return (
-        RedisServer(config.address(config.url), env.get("COSMOS_REDIS_PASSWORD", "")) if config.url else None
-    )
+    return RedisServer(config.address(config.url), env.get("COSMOS_REDIS_PASSWORD", "")) if config.url else None
 
 
 def command(binary: Path, socket: str, data_dir: Path) -> tuple[str, ...]:
@@ -85,9 +83,7 @@ def embedded(data_dir: Path) -> RedisServer:
     A file in `data_dir` names that directory: if launcher and keeper were killed, the next start removes it.
     """
     note = data_dir / "socket-directory"
-    with contextlib.suppress(
-        OSError
-    ):  # what an earlier start has left, if it is still ours and holds a socket alone
+    with contextlib.suppress(OSError):  # what an earlier start has left, if it is still ours and holds a socket alone
         left = Path(note.read_text().strip())
         if left.name.startswith("cosmos-") and left.lstat().st_uid == os.geteuid():
             (left / "redis.sock").unlink(missing_ok=True)
@@ -197,9 +193,7 @@ def check(server: RedisServer, require_durable: bool) -> list[str]:
 def _judge(shown: str, info: Mapping[str, object], require_durable: bool) -> list[str]:
     version = str(info.get("valkey_version") or info.get("redis_version") or "0")
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < MIN_VERSION:
-        raise RedisUnusableError(
-            f"{shown} is version {version}", "6.2 or newer is needed, 7.2 or newer is better"
-        )
+        raise RedisUnusableError(f"{shown} is version {version}", "6.2 or newer is needed, 7.2 or newer is better")
     faults = []
     if not info.get("aof_enabled", 0):
         faults.append("has no append-only file: what it holds is lost when it restarts")

@@ -139,10 +139,7 @@ class RunDir:
     def write_origins(self, origins: Mapping[str, str]) -> None:
         """Write origins.json, by key; a start that goes on with config.toml leaves those of its keys as they were."""
         earlier, written = read_json(self.origins_json) or {}, str(self.config_toml)
-        kept = {
-            key: earlier.get(key, "") if where.startswith(written) else where
-            for key, where in origins.items()
-        }
+        kept = {key: earlier.get(key, "") if where.startswith(written) else where for key, where in origins.items()}
         text = json.dumps({key: where for key, where in kept.items() if where}, indent=2)
         write_text(self.origins_json, text + "\n", mode=0o600)
 

@@ -102,9 +102,7 @@ class PodHost:
 
 
 async def run(
-    processes: tuple[ProcessSpec, ...],
-    environment: Environment,
-    hung: Coroutine[None, None, str] | None = None,
+    processes: tuple[ProcessSpec, ...], environment: Environment, hung: Coroutine[None, None, str] | None = None
 ) -> EndedChildren:
     """Run the processes to their end. When one fails the others are asked to leave.
 
@@ -145,6 +143,4 @@ async def run(
     if exit_.code == EXIT_OK:
         return EndedChildren(EXIT_OK, "ended in order", number or 0)
     said = [why] if exit_.hung else exit_.lines
-    return EndedChildren(
-        exit_.code, "\n".join([f"{exit_.process}: {describe_exit(exit_.code)}", *said]), number or 0
-    )
+    return EndedChildren(exit_.code, "\n".join([f"{exit_.process}: {describe_exit(exit_.code)}", *said]), number or 0)

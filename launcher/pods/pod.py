@@ -273,9 +273,7 @@ def _engine_pod(config: Config, file: Path) -> EnginePod | None:
     return EnginePod(count, index, leader, str(folder), str(file.absolute()))
 
 
-def _environment(
-    config: Config, secrets_: Mapping[str, str], keep: Path | None, spec: ProcessSpec
-) -> dict[str, str]:
+def _environment(config: Config, secrets_: Mapping[str, str], keep: Path | None, spec: ProcessSpec) -> dict[str, str]:
     variables = dict(secrets_)
     if spec.role is Role.ROLLOUT and keep is not None:
         variables["COSMOS_REPLICA_SECRET"] = _kept_secret(keep)

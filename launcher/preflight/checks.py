@@ -73,9 +73,7 @@ def check_all(
     return Findings(problems, warnings + here.warnings + redis.warnings)
 
 
-def check_machine(
-    config: Config, machine: Machine, *, joins: bool = False, rollouts: bool = True
-) -> Findings:
+def check_machine(config: Config, machine: Machine, *, joins: bool = False, rollouts: bool = True) -> Findings:
     """Everything that can be found without the network; takes milliseconds.
 
     joins: the controller runs elsewhere. rollouts: whether the job starts its rollout replicas itself.
@@ -195,9 +193,7 @@ def _room_to_scale(config: Config, reserve: int, *, rollouts: bool) -> Iterator[
         message = f"{scale.max_replicas} rollout replicas may be needed, and there is room for {first + reserve} here"
         hint = f"write {first + reserve}, or let others join from elsewhere (cosmos-launch join)"
         if policy_layout(config).size is None:
-            hint = (
-                "write a number for policy.parallelism.dp_shard_size: -1 takes all GPUs that the start leaves"
-            )
+            hint = "write a number for policy.parallelism.dp_shard_size: -1 takes all GPUs that the start leaves"
         yield Problem("autoscale.max_replicas", message, scale.max_replicas, hint)
 
 

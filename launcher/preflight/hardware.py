@@ -55,9 +55,7 @@ def _unable(
     if not unable:
         return None
     needed = _text(first) + (" or later" if last == ANY_LATER else f" to {_text(last)}")
-    message = (
-        f"{what} needs GPUs of compute capability {needed}, and this machine has one of {_text(min(unable))}"
-    )
+    message = f"{what} needs GPUs of compute capability {needed}, and this machine has one of {_text(min(unable))}"
     return Problem(key, message, value, remedy)
 
 
@@ -87,9 +85,7 @@ def check_engine_hardware(config: Config, machine: Machine) -> list[Problem]:
                 Problem(key, message, rollout.quantization, f"{hint}, or one of {', '.join(able)} on a CPU")
             )
         elif not _has_amx():
-            message = (
-                f"{engine.title} computes with it on a GPU or a CPU with AMX tiles, and this CPU has none"
-            )
+            message = f"{engine.title} computes with it on a GPU or a CPU with AMX tiles, and this CPU has none"
             problems.append(Problem(key, message, rollout.quantization, hint))
     return problems
 

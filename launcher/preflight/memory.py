@@ -129,9 +129,7 @@ def trainer(
                 formula=part.formula + (", if as large" if differs else ""),
                 device=part.device or apart.get("critic", ""),
             )
-            for part in _trained(
-                config.critic, model, _gathered_on(cut.mesh, model), *cut[1:], config.critic.lora
-            )
+            for part in _trained(config.critic, model, _gathered_on(cut.mesh, model), *cut[1:], config.critic.lora)
         ]
     if reference_is_within(config):
         master = BYTES[config.train.master_dtype]
@@ -141,11 +139,7 @@ def trainer(
         alone = apart.get("reference", "")
         differs = config.reference.model_name_or_path not in (None, config.policy.model_name_or_path)
         parted = 1 if alone else _cut_of(config, "reference", shards, fsdp_ranks).shards
-        words = (
-            f"{n:,} x {param} B"
-            + (f" / {parted}" if parted > 1 else "")
-            + (", if as large" if differs else "")
-        )
+        words = f"{n:,} x {param} B" + (f" / {parted}" if parted > 1 else "") + (", if as large" if differs else "")
         place = HOST if config.reference.offload else alone
         parts.append(MemoryPart("reference model", n * param // parted, words, place))
     for teacher in config.local_teachers:
@@ -154,9 +148,7 @@ def trainer(
         words = f"{count:,} x {param} B" + (f" / {shards}" if shards > 1 else "")
         place = HOST if teacher.offload else ""
         size = count * param // shards
-        parts.append(
-            MemoryPart(f"teacher {teacher.name}", size, words + ("" if known else ", if as large"), place)
-        )
+        parts.append(MemoryPart(f"teacher {teacher.name}", size, words + ("" if known else ", if as large"), place))
     kept = _activations(config, model, param, data_ranks)
     return (*parts, *_back_for_a_step(keys, learns, model, shards, kept), *kept)
 
@@ -217,10 +209,7 @@ def _gathered_on(mesh: ParallelismConfig, model: LocalModel) -> LocalModel:
     layers = shared // mesh.tp_size
     rest = model.rest // mesh.tp_size
     return replace(
-        model,
-        parameters=layers // mesh.pp_size + rest,
-        layer=model.layer * layers // max(in_layers, 1),
-        rest=rest,
+        model, parameters=layers // mesh.pp_size + rest, layer=model.layer * layers // max(in_layers, 1), rest=rest
     )
 
 
@@ -231,9 +220,7 @@ def _learning(model: LocalModel, lora: LoraConfig | None) -> int:
         return model.parameters
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     ends = 4 * shape.hidden + 2 * query + 2 * key + 3 * (shape.hidden + shape.intermediate)
-    whole = len(
-        {"lm_head", "embed_tokens"} & {name.rpartition(".")[2] for name in lora.modules_to_save or ()}
-    )
+    whole = len({"lm_head", "embed_tokens"} & {name.rpartition(".")[2] for name in lora.modules_to_save or ()})
     rank = max([lora.r, *(lora.r_pattern or {}).values()])
     return rank * shape.layers * ends + whole * shape.vocabulary * shape.hidden
 
@@ -280,9 +267,7 @@ def _optimizer(keys: OptimizerKeys, model: LocalModel, master: int, shards: int)
     words = f"{numbers:,} x {size:g} B" if numbers != 2 * n else f"2 x {n:,} x {size:g} B"
     if numbers:
         yield MemoryPart(
-            f"optimizer ({name})",
-            int(numbers * size) // shards,
-            words + (f" / {shards}" if shards > 1 else ""),
+            f"optimizer ({name})", int(numbers * size) // shards, words + (f" / {shards}" if shards > 1 else "")
         )
 
 
@@ -300,11 +285,7 @@ def _gathered(keys: PrecisionKeys, model: LocalModel, param: int) -> MemoryPart:
 
 def micro_batch_tokens(config: Config, data_ranks: int) -> int:
     """The most tokens of one micro-batch, if all samples are as long as they may be."""
-    policy, mesh, longest = (
-        config.train.train_policy,
-        config.policy.parallelism,
-        config.policy.model_max_length,
-    )
+    policy, mesh, longest = (config.train.train_policy, config.policy.parallelism, config.policy.model_max_length)
     samples = policy.mini_batch if mesh.pp_size == 1 else mesh.pp_micro_batch_size
     most = policy.max_token_len_per_mini_batch or samples * longest
     return min(most, _samples_of_rank(config, data_ranks) * longest)
@@ -348,9 +329,7 @@ def _activations(config: Config, model: LocalModel, param: int, data_ranks: int)
     of_layers = MemoryPart(
         "activations", tokens * param * (here * kept + again), f"{each} x ({here} x {kept} + {again})"
     )
-    away = MemoryPart(
-        "offloaded activations", tokens * param * layers * kept, f"{each} x {layers} x {kept}", HOST
-    )
+    away = MemoryPart("offloaded activations", tokens * param * layers * kept, f"{each} x {layers} x {kept}", HOST)
     return [
         of_layers,
         *([away] if keys.activation_offload else []),
@@ -379,9 +358,7 @@ def rollout_weights(config: Config, model: LocalModel, ranks: int) -> MemoryPart
     return MemoryPart("weights", n_bytes, words)
 
 
-def rollout_cache(
-    config: Config, model: LocalModel, ranks: int, memory: int, *, on_gpu: bool
-) -> Cache | None:
+def rollout_cache(config: Config, model: LocalModel, ranks: int, memory: int, *, on_gpu: bool) -> Cache | None:
     """The KV cache on each device of a replica, of its layers and heads; None where the model's shape is not known.
 
     memory: bytes of the GPU, or bytes free on the host.
@@ -414,9 +391,7 @@ def snapshots(config: Config, model: LocalModel) -> MemoryPart:
     n_bytes, words = _published(config, model)
     copies = 2 if config.weight_sync.encoding == "delta" else 1
     return MemoryPart(
-        "snapshots that the trainer publishes from",
-        copies * n_bytes,
-        f"{copies} x {words}" if copies > 1 else words,
+        "snapshots that the trainer publishes from", copies * n_bytes, f"{copies} x {words}" if copies > 1 else words
     )
 
 

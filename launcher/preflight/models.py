@@ -154,9 +154,7 @@ def _expert_sizes(config: Mapping[str, Any], shape: Shape) -> dict[str, int]:
     experts = config.get("num_experts") or config.get("num_local_experts")
     size = config.get("moe_intermediate_size") or config.get("intermediate_size")
     if not isinstance(experts, int) or not isinstance(size, int):
-        raise UnknownModelError(
-            "it has no safetensors files, and its config.json no number or size of experts"
-        )
+        raise UnknownModelError("it has no safetensors files, and its config.json no number or size of experts")
     shared = config.get("shared_expert_intermediate_size", 0) if config["model_type"] == "qwen2_moe" else 0
     return {
         "mlp": shape.hidden * experts + shape.hidden * (3 * shared + 1) * bool(shared),
@@ -180,9 +178,7 @@ def _decoder_sizes(config: Mapping[str, Any], shape: Shape) -> dict[str, int]:
     }
     if kind in MIXTURES:
         layer |= _expert_sizes(config, shape)
-    sizes = {
-        f"layers.{number}.{name}": size for number in range(shape.layers) for name, size in layer.items()
-    }
+    sizes = {f"layers.{number}.{name}": size for number in range(shape.layers) for name, size in layer.items()}
     sizes |= {"embed_tokens": shape.vocabulary * shape.hidden, "norm": shape.hidden}
     if not config.get("tie_word_embeddings", False):
         sizes["lm_head"] = shape.vocabulary * shape.hidden

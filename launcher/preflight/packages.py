@@ -25,9 +25,7 @@ LOOK_TIMEOUT = 20.0
 
 def _reward_packages(names: Iterable[str]) -> list[tuple[str, str]]:
     """The packages of built-in rewards, and the extra that brings them."""
-    return [
-        (package, "rollout") for package in sorted({BUILTIN_REWARDS.get(name, "") for name in names} - {""})
-    ]
+    return [(package, "rollout") for package in sorted({BUILTIN_REWARDS.get(name, "") for name in names} - {""})]
 
 
 def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[Problem]:
@@ -48,9 +46,7 @@ def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[P
             missing.setdefault(module, extra)
     for module, extra in missing.items():
         hint = f"pip install '.[{extra}]' in the checkout of cosmos-launch"
-        problems.append(
-            Problem("", f"the package {module} is not installed, and this job needs it", hint=hint)
-        )
+        problems.append(Problem("", f"the package {module} is not installed, and this job needs it", hint=hint))
     generates = config.is_grpo and not config.is_evaluation
     name, engine = config.rollout.backend, config.rollout.engine
     if generates and engine.package not in missing and not installed(engine.package):
@@ -71,9 +67,7 @@ def missing_optimizers(config: Config, installed: Callable[[str], bool]) -> Iter
     for section, name in sections.items():
         if name.endswith("8bit") and not installed("torchao"):
             hint = f"pip install '.[8bit]' in the checkout of cosmos-launch, or write \"{name[:-4]}\""
-            yield Problem(
-                f"{section}.optm_name", "torchao is not installed, which has this optimizer", name, hint
-            )
+            yield Problem(f"{section}.optm_name", "torchao is not installed, which has this optimizer", name, hint)
 
 
 FLASH_PACKAGES = {
@@ -90,11 +84,7 @@ def missing_kernels(config: Config, installed: Callable[[str], bool]) -> Iterato
         return
     switches = [
         ("train.fp8.enable_fp8", "torchao", "pip install '.[8bit]' in the checkout, or write false"),
-        (
-            "policy.enable_liger_kernel",
-            "liger_kernel",
-            "pip install '.[liger]' in the checkout, or write false",
-        ),
+        ("policy.enable_liger_kernel", "liger_kernel", "pip install '.[liger]' in the checkout, or write false"),
     ]
     if config.is_grpo:
         hint = "pip install flashinfer-python, or write false"
@@ -105,14 +95,10 @@ def missing_kernels(config: Config, installed: Callable[[str], bool]) -> Iterato
     ]
     if (version := config.train.fa_version) is not None:
         module, package = FLASH_PACKAGES[version]
-        wanted.append(
-            ("train.fa_version", version, module, f"install {package} for your CUDA, or leave it out")
-        )
+        wanted.append(("train.fa_version", version, module, f"install {package} for your CUDA, or leave it out"))
     for key, value, module, hint in wanted:
         if not installed(module):
-            yield Problem(
-                key, f"the package {module} is not installed, whose kernels it asks for", value, hint
-            )
+            yield Problem(key, f"the package {module} is not installed, whose kernels it asks for", value, hint)
 
 
 def missing_compiler(config: Config, machine: Machine, env: Mapping[str, str]) -> Iterator[Problem]:
@@ -132,9 +118,7 @@ def missing_compiler(config: Config, machine: Machine, env: Mapping[str, str]) -
             message = f"true needs a {kind} compiler, and {chosen or ', '.join(names)} is not on the PATH"
             yield Problem(key, message, True, hint)
         elif machine.gpus and not has_module("triton"):
-            yield Problem(
-                key, "true needs Triton on a GPU, and the package triton is not installed", True, hint
-            )
+            yield Problem(key, "true needs Triton on a GPU, and the package triton is not installed", True, hint)
 
 
 def missing_trackers(config: Config, installed: Callable[[str], bool]) -> list[Problem]:
@@ -151,9 +135,7 @@ def missing_trackers(config: Config, installed: Callable[[str], bool]) -> list[P
         try:
             installed("pydantic")
         except (OSError, subprocess.TimeoutExpired) as error:
-            return [
-                Problem("logging.tracker_python", f"{python} does not run: {error}", python, "name a Python")
-            ]
+            return [Problem("logging.tracker_python", f"{python} does not run: {error}", python, "name a Python")]
     return [
         Problem(key, f"the package {name} is not installed", name, f"pip install '{name}', or leave it out")
         for name in config.logging.logger
@@ -203,9 +185,7 @@ def check_overrides(config: Config) -> list[Problem]:
     for section, model, name in models:
         if model.override_config:
             known = _config_entries(name, model.model_revision)
-            problems += (
-                overrides.unknown(f"{section}.override_config", model.override_config, known) if known else ()
-            )
+            problems += overrides.unknown(f"{section}.override_config", model.override_config, known) if known else ()
     return problems
 
 
@@ -235,13 +215,9 @@ def check_engine_version(config: Config, root: Path | None) -> list[Problem]:
         return []
     names = (_DISTRIBUTION.fullmatch(path.name) for path in root.parent.glob("vllm*.dist-info"))
     installed = next((match[1] for match in names if match), None)
-    if installed is None or any(
-        installed == version or installed.startswith(f"{version}.") for version in tried
-    ):
+    if installed is None or any(installed == version or installed.startswith(f"{version}.") for version in tried):
         return []
-    message = (
-        f"vLLM {installed} is installed, and updates of weights were tried with {' and '.join(tried)} alone"
-    )
+    message = f"vLLM {installed} is installed, and updates of weights were tried with {' and '.join(tried)} alone"
     hint = f'install vllm=={tried[-1]}.*, or write rollout.backend = "transformers"'
     return [Problem("rollout.backend", message, config.rollout.backend, hint)]
 

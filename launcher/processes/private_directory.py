@@ -22,9 +22,7 @@ def make_private(path: Path) -> None:
     try:
         if os.fstat(handle).st_uid != os.geteuid():
             raise PermissionError(
-                errno.EPERM,
-                "it belongs to another user; remove it, or set TMPDIR to a place of your own",
-                path,
+                errno.EPERM, "it belongs to another user; remove it, or set TMPDIR to a place of your own", path
             )
         os.fchmod(handle, 0o700)
     finally:

@@ -209,9 +209,7 @@ class Supervisor:
         self.replicas: dict[str, Supervised] = {}
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
-    def launch(
-        self, replica: PlacedReplica, *, after: str = "", keeps: str = "", private: str = ""
-    ) -> Supervised:
+    def launch(self, replica: PlacedReplica, *, after: str = "", keeps: str = "", private: str = "") -> Supervised:
         """Start a replica and keep it alive. after, keeps, private: see `ProcessOrder`."""
         restarts = Restarts(replica.name, replica.role, self.setting.budget)
         supervised = Supervised(replica, restarts, after, keeps, private)
@@ -287,9 +285,7 @@ class Supervisor:
                     return self.end(verdict, exit_)
                 if isinstance(verdict, Left):
                     if exit_.code == EXIT_UNLIKE:
-                        self.observer.event(
-                            f"{replica.name} was refused by the other policy replicas, which go on"
-                        )
+                        self.observer.event(f"{replica.name} was refused by the other policy replicas, which go on")
                     return
                 await self._back_off(supervised, verdict, exit_)
         except HostLostError as error:
@@ -333,9 +329,7 @@ class Supervisor:
         if supervised.stopping:  # asked to stop between two spawns
             self._signal(supervised, signal.SIGTERM)
         culprit, end = replica.processes[0], ProcessEnd(EXIT_OK)
-        waits = {
-            asyncio.create_task(supervised.processes[spec.name].wait()): spec for spec in replica.processes
-        }
+        waits = {asyncio.create_task(supervised.processes[spec.name].wait()): spec for spec in replica.processes}
         try:
             while waits:
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

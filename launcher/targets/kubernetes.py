@@ -89,9 +89,7 @@ def render(job: ClusterJob) -> dict[str, list[Manifest]]:
     callers = ["keda"] if chosen == "keda" else []
     callers += [kubernetes.metrics_namespace] if kubernetes.metrics_namespace else []
     files = {
-        "config.yaml": [
-            manifest("v1", "ConfigMap", job, "", "config", data={"config.json": job.config_json})
-        ],
+        "config.yaml": [manifest("v1", "ConfigMap", job, "", "config", data={"config.json": job.config_json})],
         SECRETS: services.secrets(job),
         "storage.yaml": services.storage(job),
         "accounts.yaml": [manifest("v1", "ServiceAccount", job, "", automountServiceAccountToken=False)],
@@ -136,9 +134,7 @@ def cluster_job(config: Config, earlier: Mapping[str, Any], password: str = "") 
     ours = Config.model_validate(data)
     text = json.dumps(data, indent=1, ensure_ascii=False)
     if len(text.encode()) > MOST_CONFIG:
-        raise LaunchError(
-            f"the configuration has {len(text)} characters, and a ConfigMap at most {MOST_CONFIG}"
-        )
+        raise LaunchError(f"the configuration has {len(text)} characters, and a ConfigMap at most {MOST_CONFIG}")
     url = config.redis.address(config.redis.url) if config.redis.url else ""
     password_ = earlier.get("redis", {}).get("password") or secrets.token_urlsafe(32)
     return ClusterJob(
@@ -214,8 +210,7 @@ def write(loaded: LoadedConfig, directory: Path | None, env: Mapping[str, str], 
         typer.echo(f"warning: {visible(warning.render())}", err=True)
     if set(config.logging.logger) - {"console"}:
         typer.echo(
-            "warning: logging.logger: trackers follow jobs that are run from here; pods report /metrics",
-            err=True,
+            "warning: logging.logger: trackers follow jobs that are run from here; pods report /metrics", err=True
         )
     if not applies:
         typer.echo(f"give it to the cluster with kubectl apply -k {target}")
@@ -237,9 +232,7 @@ def _write_files(target: Path, job: ClusterJob, files: Mapping[str, Sequence[Man
     if overlay.exists():
         typer.echo(f"{overlay} (as it was)")
         if not re.search(rf"^\s*- [\"']?(\./)?{BASE}/?[\"']?\s*(#.*)?$", overlay.read_text(), re.MULTILINE):
-            typer.echo(
-                f"warning: {overlay} does not list {BASE}, so what is rendered is not applied", err=True
-            )
+            typer.echo(f"warning: {overlay} does not list {BASE}, so what is rendered is not applied", err=True)
     else:
         write_text(overlay, OWN.format(name=job.name, version=KUSTOMIZE, base=BASE), mode=0o666)
         typer.echo(str(overlay))
@@ -270,10 +263,7 @@ def _earlier(target: Path) -> dict[str, Any]:
     path = target / BASE / SECRETS
     try:
         objects = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
-        return {
-            str(secret["metadata"]["name"]).rpartition("-")[2]: dict(secret["stringData"])
-            for secret in objects
-        }
+        return {str(secret["metadata"]["name"]).rpartition("-")[2]: dict(secret["stringData"]) for secret in objects}
     except FileNotFoundError:
         return {}
     except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError) as error:
@@ -302,15 +292,9 @@ def _check_known(owner: str, crd: str, instead: str) -> None:
     try:
         answer = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=CHECK_SECONDS)
     except subprocess.TimeoutExpired:
-        raise LaunchError(
-            f"the cluster does not answer within {CHECK_SECONDS} s: {' '.join(asked)}"
-        ) from None
+        raise LaunchError(f"the cluster does not answer within {CHECK_SECONDS} s: {' '.join(asked)}") from None
     if answer.returncode == 0:
         return
     if "NotFound" in answer.stderr:
-        raise LaunchError(
-            f"the cluster does not have {owner} ({crd})", f"install it there, or write {instead}"
-        )
-    raise LaunchError(
-        f"kubectl cannot ask the cluster: {answer.stderr.strip()[-500:]}", "look at its context"
-    )
+        raise LaunchError(f"the cluster does not have {owner} ({crd})", f"install it there, or write {instead}")
+    raise LaunchError(f"kubectl cannot ask the cluster: {answer.stderr.strip()[-500:]}", "look at its context")

@@ -87,9 +87,7 @@ def _submit(job: SlurmJob) -> str:
         'echo "job $job, run directory $run"',
     ]
     if job.rollouts:
-        lines.append(
-            'sbatch --dependency="after:$job" --export="ALL,COSMOS_RUN=$run" "$@" "$here/rollouts.sbatch"'
-        )
+        lines.append('sbatch --dependency="after:$job" --export="ALL,COSMOS_RUN=$run" "$@" "$here/rollouts.sbatch"')
     return "\n".join(lines) + "\n"
 
 
@@ -221,9 +219,7 @@ def _job(config: Config, wanted: SlurmOptions) -> SlurmJob:
         policy = needs(config, gpus * nodes, rollouts=False)
         nodes = -(-policy.policy_replicas * policy.policy_ranks // gpus)
         overrides.append(f"placement.nodes={nodes}")
-    name = re.sub(
-        r"[^A-Za-z0-9_.-]", "-", config.logging.experiment_name or Path(config.train.output_dir).name
-    )
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", config.logging.experiment_name or Path(config.train.output_dir).name)
     program = Path(sys.executable).with_name("cosmos-launch")
     return SlurmJob(
         name=f"cosmos-{name}",

@@ -152,9 +152,7 @@ class AdvantageConfig:
         based = {row for row, is_greedy in enumerate(greedy) if is_greedy}
         bases = {groups[row]: score for row in based if (score := scores[row]) is not None}
         chosen = [
-            row
-            for row, score in enumerate(scores)
-            if score is not None and tokens[row] > 0 and row not in based
+            row for row, score in enumerate(scores) if score is not None and tokens[row] > 0 and row not in based
         ]
         outcomes = self.shaping.apply(
             Outcomes(
@@ -204,9 +202,7 @@ class AdvantageConfig:
         assert self.estimator.over_tokens is not None
         whole = []
         for row in rows_here:
-            reward = (
-                rewards[row].double() if row in rewards else torch.zeros(tokens[row], dtype=torch.float64)
-            )
+            reward = rewards[row].double() if row in rewards else torch.zeros(tokens[row], dtype=torch.float64)
             whole.append(torch.cat([reward[:-1], reward[-1:] + scores[row]]))
         expected = [values[row].double() for row in rows_here] if values is not None else []
         estimates = list(self.estimator.over_tokens(TokenOutcomes(whole, expected), self.options))

@@ -142,9 +142,7 @@ def _checked(estimate: OutcomeEstimator, name: str) -> OutcomeEstimator:
         try:
             advantages = [float(value) for value in estimate(outcomes, options)]
         except Exception as error:
-            raise OwnCodeFailedError(
-                f"{what} failed on {n} samples: {type(error).__name__}: {error}"
-            ) from error
+            raise OwnCodeFailedError(f"{what} failed on {n} samples: {type(error).__name__}: {error}") from error
         if len(advantages) != n:
             raise OwnCodeFailedError(f"{what} returned {len(advantages)} advantages for {n} samples")
         for row, value in enumerate(advantages):

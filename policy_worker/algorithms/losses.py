@@ -81,9 +81,7 @@ class Clip:
 
     def __call__(self, ratio: Tensor) -> Tensor:
         """The ratio inside the bounds."""
-        return ratio.clamp(
-            1 - self.low if self.low >= 0 else None, 1 + self.high if self.high >= 0 else math.inf
-        )
+        return ratio.clamp(1 - self.low if self.low >= 0 else None, 1 + self.high if self.high >= 0 else math.inf)
 
 
 @dataclass(frozen=True)
@@ -132,9 +130,7 @@ def policy_loss_of(variant: str) -> PolicyLoss:
             raise SettingsError(f"train.train_policy.variant = {variant!r}: {error}") from error
     if variant not in POLICY_LOSSES:
         known = ", ".join(POLICY_LOSSES)
-        raise SettingsError(
-            f"train.train_policy.variant = {variant!r} is not a policy loss; known are {known}"
-        )
+        raise SettingsError(f"train.train_policy.variant = {variant!r} is not a policy loss; known are {known}")
     return POLICY_LOSSES[variant]
 
 
@@ -146,9 +142,7 @@ def _checked(loss_fn: LossFn, name: str) -> LossFn:
         try:
             answer = loss_fn(tokens, clip)
         except Exception as error:
-            raise OwnCodeFailedError(
-                f"{what} failed on {k[0]} tokens: {type(error).__name__}: {error}"
-            ) from error
+            raise OwnCodeFailedError(f"{what} failed on {k[0]} tokens: {type(error).__name__}: {error}") from error
         if isinstance(answer, Tensor):
             answer = TokenLoss(answer, _ratio(tokens), torch.zeros_like(tokens.mask))
         if not isinstance(answer, TokenLoss):

@@ -18,9 +18,7 @@ from schema.config import GrpoConfig
 from schema.wire.batch import StepTable
 
 
-def shared_prefixes(
-    responses: Sequence[npt.NDArray[np.int32]], scores: Sequence[float], minimum: int
-) -> list[int]:
+def shared_prefixes(responses: Sequence[npt.NDArray[np.int32]], scores: Sequence[float], minimum: int) -> list[int]:
     """How many first tokens of each response count for nothing: good and bad answers of a group begin alike.
 
     That is the longest prefix shared with a response of another score, or 0 if that is shorter than `minimum`.
@@ -79,10 +77,7 @@ class Rejection:
         """Read `[train.train_policy]`; None: nothing is rejected."""
         keys = grpo.rollout_correction
         rejection = Rejection(
-            kind=keys.reject,
-            below=keys.reject_below,
-            above=keys.reject_above,
-            off_policy=keys.off_policy_mask,
+            kind=keys.reject, below=keys.reject_below, above=keys.reject_above, off_policy=keys.off_policy_mask
         )
         return None if rejection == Rejection() else rejection
 
@@ -90,9 +85,7 @@ class Rejection:
         """True where a token is rejected, [n]. log_ratio: log ρ of each token, [n]. advantage: of the sample."""
         rejected = torch.zeros_like(log_ratio, dtype=torch.bool)
         if self.kind != "none":
-            value = {"token": lambda: log_ratio, "sequence": log_ratio.sum, "geometric": log_ratio.mean}[
-                self.kind
-            ]()
+            value = {"token": lambda: log_ratio, "sequence": log_ratio.sum, "geometric": log_ratio.mean}[self.kind]()
             ratio = value.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
             if self.below is not None:
                 rejected |= ratio < self.below

@@ -21,9 +21,7 @@ from policy_worker.algorithms.objective import k3
 CAUSES = ("engine", "stale", "unreplayed")
 
 
-def mismatch_sums(
-    logprobs: Tensor, made_by: Tensor, causes: Mapping[str, Tensor], cap: float
-) -> dict[str, Tensor]:
+def mismatch_sums(logprobs: Tensor, made_by: Tensor, causes: Mapping[str, Tensor], cap: float) -> dict[str, Tensor]:
     """Sums over tokens, for `mismatch_metrics`; all [K]. causes: by name which tokens it is measured of."""
     log_ratio = (logprobs - made_by).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     weights = log_ratio.exp()

@@ -87,9 +87,7 @@ class Normalizers:
     positive_tokens: int = 0
 
 
-def policy_objective(
-    tokens: PolicyTokens, norm: Normalizers, config: LossConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_objective(tokens: PolicyTokens, norm: Normalizers, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """(this part's share of the optimizer step's loss, sums for the metrics).
 
     Returns:
@@ -167,9 +165,7 @@ class Correction:
         difference = tokens.old_logprobs - tokens.behaviour_logprobs
         log_ratio = torch.where(tokens.mask, difference, torch.zeros_like(difference))
         if self.kind == "sequence":
-            log_ratio = log_ratio.new_zeros(tokens.n_samples).index_add(0, tokens.sample, log_ratio)[
-                tokens.sample
-            ]
+            log_ratio = log_ratio.new_zeros(tokens.n_samples).index_add(0, tokens.sample, log_ratio)[tokens.sample]
         weights = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
         if self.cap is None:
             return weights

@@ -47,9 +47,7 @@ SHARD_BYTES = 4 * 1024**3
 """A shard ends before it grows beyond this; it is also the most that is held in memory at once."""
 
 
-def export_model(
-    trainer: Trainer, config: Config, target: Path, files: Files, *, average: bool = False
-) -> None:
+def export_model(trainer: Trainer, config: Config, target: Path, files: Files, *, average: bool = False) -> None:
     """Write the model to `target`, replacing what is there. A collective; rank 0 writes.
 
     files: as of `write_export`, on rank 0. average: with the moving average of its weights.

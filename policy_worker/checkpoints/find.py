@@ -49,8 +49,7 @@ class Candidates:
 def is_ancestor(older: Manifest, newer: Manifest) -> bool:
     """Whether training went from one to the other: every timeline is left at the step where the next begins."""
     ends = {
-        timeline: following
-        for (timeline, _), (_, following) in zip(newer.lineage, newer.lineage[1:], strict=False)
+        timeline: following for (timeline, _), (_, following) in zip(newer.lineage, newer.lineage[1:], strict=False)
     }
     if newer.lineage:
         ends[newer.lineage[-1][0]] = newer.step
@@ -115,9 +114,7 @@ def candidates(config: Config, run_dir: Path) -> Candidates:
         try:
             return Candidates([found_at(Path(resume))], strict=True)
         except CheckpointError as error:
-            raise type(error)(
-                f"train.resume = {resume!r}: it holds no complete checkpoint: {error}"
-            ) from error
+            raise type(error)(f"train.resume = {resume!r}: it holds no complete checkpoint: {error}") from error
     if resume is True:
         runs = [run for run in run_dir.parent.iterdir() if run.is_dir() and run != run_dir]
         chains = [chain_in(checkpoints_of(run)) for run in runs]

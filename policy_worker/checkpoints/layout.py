@@ -113,12 +113,9 @@ class Manifest(_Facts):
     bases: dict[str, str] = Field(
         default={}, description="Digests of the models whose adapters are here: `policy`, `critic`."
     )
-    kl_coefficient: float | None = Field(
-        default=None, description="Of the KL in the reward, as it had adapted."
-    )
+    kl_coefficient: float | None = Field(default=None, description="Of the KL in the reward, as it had adapted.")
     loss_scales: dict[str, tuple[float, int]] = Field(
-        default={},
-        description="Loss scale, and steps since it changed, of models in float16: `policy`, `critic`.",
+        default={}, description="Loss scale, and steps since it changed, of models in float16: `policy`, `critic`."
     )
     files: dict[Annotated[str, AfterValidator(_below)], FileFacts]
 

@@ -74,9 +74,7 @@ def parts_to_load(manifest: Manifest, wanted: Collection[str] | None) -> Checkpo
             f"{KEY} asks for {', '.join(missing)}, and it holds {', '.join(sorted(held)) or 'nothing'}: "
             f"leave {missing[0]} out"
         )
-    return CheckpointParts(
-        "export" if "hf_model" in wanted else "state", "optimizer" in wanted, "extra" in wanted
-    )
+    return CheckpointParts("export" if "hf_model" in wanted else "state", "optimizer" in wanted, "extra" in wanted)
 
 
 def schedule_facts(schedule: Schedule, peak_lr: float, *further_lrs: float) -> ScheduleFacts:
@@ -87,9 +85,7 @@ def schedule_of(facts: ScheduleFacts) -> Schedule:
     return Schedule(**facts.model_dump(exclude={"peak_lr", "further_lrs"}))
 
 
-def schedule_differences(
-    saved: ScheduleFacts, configured: ScheduleFacts, section: str = "train"
-) -> list[str]:
+def schedule_differences(saved: ScheduleFacts, configured: ScheduleFacts, section: str = "train") -> list[str]:
     """`name: checkpoint's value, configuration's value` of each field that differs; section: of the keys."""
     before, now = saved.model_dump(), configured.model_dump()
     names = {
@@ -237,18 +233,14 @@ def _restore_average(resumption: Resumption, trainer: Trainer, *, saved: bool) -
     files = [path for path in state_files(resumption.path, EMA) if saved]
     if trainer.ema is None:
         if files and trainer.group.leads:
-            log.warning(
-                "the moving average in %s is left out: train.ema_decay is not written", resumption.path
-            )
+            log.warning("the moving average in %s is left out: train.ema_decay is not written", resumption.path)
         return
     if files:
         load_state(resumption.path, average_state(trainer), EMA, trainer.model)
         return
     trainer.ema.reset()
     if trainer.group.leads:
-        log.warning(
-            "no moving average is taken from %s: train.ema_decay begins with its weights", resumption.path
-        )
+        log.warning("no moving average is taken from %s: train.ema_decay begins with its weights", resumption.path)
 
 
 def _check_model(manifest: Manifest, trainer: Trainer) -> None:
@@ -285,9 +277,7 @@ def _restore_schedule(section: str, saved: ScheduleFacts | None, trained: Traine
     for difference in schedule_differences(saved, configured, section):
         if trained.group.leads:
             used = "checkpoint's" if takes else "configured one"
-            log.warning(
-                "%s; the %s is used (train.ckpt.load_schedule = %s)", difference, used, str(takes).lower()
-            )
+            log.warning("%s; the %s is used (train.ckpt.load_schedule = %s)", difference, used, str(takes).lower())
     if takes:
         trained.schedule = schedule_of(saved)
         trained.optimizer.set_peak_lrs((saved.peak_lr, *saved.further_lrs))

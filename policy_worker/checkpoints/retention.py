@@ -24,9 +24,7 @@ Scored = tuple[FoundCheckpoint, float]
 """A checkpoint and the mean validation score of its weights."""
 
 
-def scored(
-    complete: Sequence[FoundCheckpoint], newest: FoundCheckpoint, scores: Mapping[int, float]
-) -> list[Scored]:
+def scored(complete: Sequence[FoundCheckpoint], newest: FoundCheckpoint, scores: Mapping[int, float]) -> list[Scored]:
     """The checkpoints that were validated. scores: by weight version, of the way that led to the newest one."""
     way = [checkpoint for checkpoint in complete if is_ancestor(checkpoint.manifest, newest.manifest)]
     return [(checkpoint, scores[checkpoint.step]) for checkpoint in way if checkpoint.step in scores]

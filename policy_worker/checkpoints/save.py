@@ -20,13 +20,7 @@ from policy_worker.background import Background
 from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.export import ExportNames, prepare_export, write_export
 from policy_worker.checkpoints.find import Resumption
-from policy_worker.checkpoints.layout import (
-    FoundCheckpoint,
-    Manifest,
-    ScheduleFacts,
-    checkpoints_of,
-    template_of,
-)
+from policy_worker.checkpoints.layout import FoundCheckpoint, Manifest, ScheduleFacts, checkpoints_of, template_of
 from policy_worker.checkpoints.load import data_facts, load, schedule_facts
 from policy_worker.checkpoints.retention import Housekeeper
 from policy_worker.checkpoints.source_files import Files

@@ -220,9 +220,7 @@ def _texts(value: Any) -> Iterator[str]:
 # ---- README.md -------------------------------------------------------------------------------------------------
 
 
-def _readme(
-    config: Config, files: Files, ends: Iterable[int], strings: Iterable[str], template: str | None
-) -> str:
+def _readme(config: Config, files: Files, ends: Iterable[int], strings: Iterable[str], template: str | None) -> str:
     """ends, strings: ids and texts that ended answers. template: the job's own."""
     policy = config.policy
     name, revision = policy.model_name_or_path, policy.model_revision
@@ -235,14 +233,7 @@ def _readme(
     facts.append(f"Token ids that end an answer: {', '.join(map(str, ends)) or 'none'} (`{GENERATION}`)")
     if stops := ", ".join(f"`{json.dumps(text, ensure_ascii=False)}`" for text in strings):
         facts.append(f"Strings that end an answer, which no file here carries: {stops}")
-    lines = [
-        "---",
-        *head,
-        "---",
-        "",
-        f"# {config.logging.experiment_name or config.logging.project_name}",
-        "",
-    ]
+    lines = ["---", *head, "---", "", f"# {config.logging.experiment_name or config.logging.project_name}", ""]
     lines += [f"Trained with cosmos-launch by {method}.", "", *(f"- {fact}" for fact in facts)]
     system = config.train.train_policy.system_prompt
     if system:
@@ -252,12 +243,7 @@ def _readme(
             README,
         )
         quoted = "\n".join(f"    {line}" for line in system.splitlines())
-        lines += [
-            "",
-            "Training put this system prompt before each prompt that had none; send it, too:",
-            "",
-            quoted,
-        ]
+        lines += ["", "Training put this system prompt before each prompt that had none; send it, too:", "", quoted]
     return "\n".join(lines) + "\n"
 
 
@@ -270,9 +256,7 @@ def _public(name: str) -> str:
 def _prompts(config: Config, files: Files, template: str | None) -> Iterator[str]:
     turns = config.rollout.multi_turn_config
     listed = (_object(files.get(TOKENIZER_CONFIG, b"")) or {}).get("chat_template")
-    templates = [
-        data.decode(errors="replace") for name, data in files.items() if _OF_TEMPLATE.fullmatch(name)
-    ]
+    templates = [data.decode(errors="replace") for name, data in files.items() if _OF_TEMPLATE.fullmatch(name)]
     templates += [*_texts(listed)]
     if template is not None:
         yield f"Chat template: the job's own, in `{TEMPLATE}`"
@@ -282,7 +266,5 @@ def _prompts(config: Config, files: Files, template: str | None) -> Iterator[str
         yield "Chat template: none; prompts are plain text"
     if config.is_grpo and any("enable_thinking" in template for template in templates):
         thinks = "true" if turns.enable_thinking else "false"
-        log.info(
-            "training renders prompts with enable_thinking = %s: whoever serves an export should, too", thinks
-        )
+        log.info("training renders prompts with enable_thinking = %s: whoever serves an export should, too", thinks)
         yield f"Prompts were rendered with `enable_thinking = {thinks}`; the template's default may be another"

@@ -276,9 +276,7 @@ def capture_rng(device: torch.device) -> RngStates:
 def apply_rng(states: RngStates, device: torch.device) -> None:
     """Inverse of `capture_rng`. Raises `KeyError`, `ValueError`, `TypeError`, `RuntimeError` for anything else."""
     gauss = states["python_gauss"]
-    random.setstate(
-        (3, tuple(int(word) for word in states["python"]), float(gauss[0]) if len(gauss) else None)
-    )
+    random.setstate((3, tuple(int(word) for word in states["python"]), float(gauss[0]) if len(gauss) else None))
     position, has_gauss = (int(value) for value in states["numpy_position"])
     np.random.set_state(("MT19937", states["numpy"], position, has_gauss, float(states["numpy_gauss"][0])))
     torch.set_rng_state(torch.from_numpy(states["torch"].copy()))
@@ -304,9 +302,7 @@ def write_rng(directory: Path, rank: int, states: RngStates) -> None:
         raise OSError(f"{path}: {error}") from error
 
 
-def restore_rng(
-    directory: Path, *, rank: int, saved_world: int, seed: int, step: int, device: torch.device
-) -> None:
+def restore_rng(directory: Path, *, rank: int, saved_world: int, seed: int, step: int, device: torch.device) -> None:
     """Go on with the states that were saved. Raises `DamagedCheckpointError`."""
     if rank >= saved_world:
         seed_new_rank(seed, step, rank)

@@ -191,9 +191,7 @@ class StateFiles:
                 box = Box(tuple(item.storage_offsets), tuple(item.lengths))
                 self._pieces[piece].read_into(planner.resolve_tensor(item).detach(), box)
         except Exception as error:  # of the files, and whatever the planner makes of them
-            raise DamagedCheckpointError(
-                f"{', '.join(map(str, self._files))} cannot be read: {error}"
-            ) from error
+            raise DamagedCheckpointError(f"{', '.join(map(str, self._files))} cannot be read: {error}") from error
 
     def close(self) -> None:
         self._pieces.clear()

@@ -178,15 +178,13 @@ def _within(block: Block, row: tuple[Tensor, ...], scale: float | None, window: 
         outputs.append(_attention(query, key, value, mask, scale, window)[0].transpose(0, 1))
     if len(block.back):
         query, key, value = (
-            tensor.index_select(0, block.own).unflatten(0, (block.samples, -1)).transpose(1, 2)
-            for tensor in row
+            tensor.index_select(0, block.own).unflatten(0, (block.samples, -1)).transpose(1, 2) for tensor in row
         )
         mask = block.mask if window is None else _mask(block.shared, query.shape[2], window, device)
         if block.shared:
             pairs = zip(shared[1:], (key, value), strict=True)
             key, value = (
-                torch.cat([prompt.expand(block.samples, -1, -1, -1), response], 2)
-                for prompt, response in pairs
+                torch.cat([prompt.expand(block.samples, -1, -1, -1), response], 2) for prompt, response in pairs
             )
         out = _attention(query, key, value, mask, scale, window)
         outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, block.back))
@@ -204,9 +202,7 @@ def _attention(
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and (mask is not None or not key.shape[-1] == value.shape[-1] <= 256):
         # Then only the slowest kernel takes fewer heads of keys than of queries.
-        key, value = (
-            tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value)
-        )
+        key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
         grouped = False
     return scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
@@ -257,9 +253,7 @@ def flash_of(function: Callable[..., Any], version: int) -> Flash:
     how own positions see those that they share. No window is (-1, -1) in versions 2 and 3, (None, None) in 4."""
     endless = None if version == 4 else -1
 
-    def attention(
-        query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
-    ) -> Tensor:
+    def attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
         size = (endless, endless) if window is None else (window - 1, 0)
         alike = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
         output = function(query, key, value, softmax_scale=scale, causal=True, window_size=size, **alike)

@@ -235,9 +235,7 @@ def drawn_of(
                 f"those that the run began with"
             )
         sets = context.kept if reshaping.filters else None
-        counts.append(
-            np.zeros(len(context.learned), np.int64) if sets is None else sets.counts.astype(np.int64)
-        )
+        counts.append(np.zeros(len(context.learned), np.int64) if sets is None else sets.counts.astype(np.int64))
         if sets is not None:
             kept_ids.append(sets.ids.astype(np.int64))
         for run in np.split(context.learned, np.flatnonzero(np.diff(context.learned) > 1) + 1):

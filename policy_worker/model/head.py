@@ -62,9 +62,7 @@ class Head(NamedTuple):
         first, rows = other.first, len(other.weight)
         if self.vocabulary is None and other.vocabulary is not None:
             bias = None if self.bias is None else self.bias[first : first + rows]
-            return self._replace(
-                weight=self.weight[first : first + rows], bias=bias, vocabulary=other.vocabulary
-            )
+            return self._replace(weight=self.weight[first : first + rows], bias=bias, vocabulary=other.vocabulary)
         if (self.first, len(self.weight)) != (first, rows):
             raise ValueError(
                 f"rows {self.first} to {self.first + len(self.weight) - 1} of one vocabulary next to rows {first} to "

@@ -100,9 +100,7 @@ def load_reference(config: Config, policy: PolicyModel, *, lead: Lead = alone) -
     return model
 
 
-def load_teacher(
-    config: Config, teacher: TeacherConfig, policy: PolicyModel, *, lead: Lead = alone
-) -> PolicyModel:
+def load_teacher(config: Config, teacher: TeacherConfig, policy: PolicyModel, *, lead: Lead = alone) -> PolicyModel:
     """The frozen model of a local `[[teacher]]`, in `train.param_dtype`. lead: as for `load_model`.
 
     Raises `SettingsError`: as `load_model`, or its tokens are not those of the policy."""
@@ -302,9 +300,7 @@ class ModelSource:
         if missing:  # transformers would fill them with random numbers
             raise SettingsError(f"{self.what} lacks weights: {', '.join(missing[:5])}, …")
         if surplus and self.weights is not None:
-            raise SettingsError(
-                f"{self.what} has weights that this model does not: {', '.join(surplus[:5])}, …"
-            )
+            raise SettingsError(f"{self.what} has weights that this model does not: {', '.join(surplus[:5])}, …")
         if surplus and auto is AutoModelForCausalLM:  # others lack the output head
             log.warning(
                 "%s: its files hold tensors that %s has no place for, neither trained nor exported (%d): %s%s",

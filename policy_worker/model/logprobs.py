@@ -150,9 +150,7 @@ class _How(NamedTuple):
 
     def buffer(self, hidden: Tensor, head: Head) -> Tensor:
         """Room for z of a chunk."""
-        return new_like(
-            hidden, max((part.stop - part.start for part in self.parts), default=0), len(head.weight)
-        )
+        return new_like(hidden, max((part.stop - part.start for part in self.parts), default=0), len(head.weight))
 
 
 def _outputs(

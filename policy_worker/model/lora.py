@@ -46,10 +46,7 @@ def inject(lm: PreTrainedModel, keys: LoraConfig, section: str) -> None:
 
     _check_names(lm, keys, section)
     kind = lm.config.model_type
-    if (
-        keys.target_modules is None
-        and kind not in peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    ):
+    if keys.target_modules is None and kind not in peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
         raise SettingsError(
             f"{section}.target_modules is unset, and peft knows no choice of modules for models of type {kind}: "
             f'write {section}.target_modules = "all-linear", or their names'
@@ -150,9 +147,7 @@ def _check_names(lm: PreTrainedModel, keys: LoraConfig, section: str) -> None:
                 )
 
 
-def _check_known(
-    lm: PreTrainedModel, wanted: Iterable[str], known: Sequence[str], key: str, kind: str
-) -> None:
+def _check_known(lm: PreTrainedModel, wanted: Iterable[str], known: Sequence[str], key: str, kind: str) -> None:
     for entry in wanted:
         if not _named(known, [entry]):
             last = dict.fromkeys(name.rpartition(".")[2] for name in known)

@@ -108,9 +108,7 @@ class TrainSample:
     @property
     def learned_ids(self) -> Ints:
         """The learned tokens, int32 [n]."""
-        return np.concatenate(
-            [segment.token_ids[1:][segment.loss_mask[1:] == 1] for segment in self.segments]
-        )
+        return np.concatenate([segment.token_ids[1:][segment.loss_mask[1:] == 1] for segment in self.segments])
 
     @property
     def learned_tokens(self) -> int:
@@ -140,9 +138,7 @@ class TrainSample:
             for number, (a, b) in enumerate(zip(starts, [*starts[1:], len(sample.token_ids)], strict=True))
         ]
         if any(segment.loss_mask[0] for segment in segments):
-            raise BadBatchError(
-                "a segment begins with a generated token: it needs at least one token of prompt"
-            )
+            raise BadBatchError("a segment begins with a generated token: it needs at least one token of prompt")
         learned = sample.loss_mask == 1
         held = sample.held_ids if len(sample.held_ids) else None
         return TrainSample(segments, sample.token_versions()[learned], _earned(sample, learned), held)
@@ -236,10 +232,7 @@ Columns = Mapping[str, Mapping[int, Tensor]]
 
 
 def collate(
-    samples: Sequence[TrainSample],
-    rows: Sequence[int],
-    layout: BatchLayout,
-    columns: Columns = MappingProxyType({}),
+    samples: Sequence[TrainSample], rows: Sequence[int], layout: BatchLayout, columns: Columns = MappingProxyType({})
 ) -> MicroBatch:
     """Lay samples out. Without any, it is an empty micro-batch: one position that predicts nothing.
 
@@ -278,9 +271,7 @@ def collate(
         labels.append(segment.token_ids[1:][picked])
         old.append(np.zeros(len(picked)) if segment.logprobs is None else segment.logprobs[1:][picked])
         owner.append(np.full(len(picked), number))
-        contexts.append(
-            DrawnContext(rows[number], segment.token_ids, picked + 1, segment.kept, samples[number].held)
-        )
+        contexts.append(DrawnContext(rows[number], segment.token_ids, picked + 1, segment.kept, samples[number].held))
     _check_ids(segments, layout.vocabulary)
     at, of_pieces = _in_pieces(_joined(index, np.int64), shape[1], layout.pieces)
     drawn = drawn_of(contexts, layout.reshaping, layout.vocabulary, device)

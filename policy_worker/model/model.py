@@ -65,11 +65,7 @@ class Backbone(nn.Module):
         return self
 
     def _hidden(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        blocks: Sequence[Block] = (),
-        entry: StageInput | None = None,
+        self, input_ids: Tensor, position_ids: Tensor, blocks: Sequence[Block] = (), entry: StageInput | None = None
     ) -> Tensor:
         """[R, L, D], or of this process' piece of the rows [R, L / n, D].
 
@@ -100,11 +96,7 @@ class Backbone(nn.Module):
             self.stages.layers.entry = entry
         self.recall(batch)
         hidden = self._hidden(batch.input_ids, batch.position_ids, batch.blocks, entry)
-        return (
-            hidden.flatten(0, 1).index_select(0, batch.of_piece(batch.index))
-            if goes_to_head(entry)
-            else hidden
-        )
+        return hidden.flatten(0, 1).index_select(0, batch.of_piece(batch.index)) if goes_to_head(entry) else hidden
 
     def recall(self, batch: MicroBatch, *, again: bool = False) -> None:
         """Let what is computed next be of this micro-batch. again: its backward, where others came between."""
@@ -113,9 +105,7 @@ class Backbone(nn.Module):
         routing = batch.routing
         if routing is not None and self.context is not None:
             cut = self.context.cut
-            routing = RoutingRecord(
-                cut(routing.ids), None if routing.weights is None else cut(routing.weights)
-            )
+            routing = RoutingRecord(cut(routing.ids), None if routing.weights is None else cut(routing.weights))
         self.routing_replay.begin(routing, again=again)
 
     def _of_all(self, found: Outputs, batch: MicroBatch) -> Outputs:
@@ -138,9 +128,7 @@ class Backbone(nn.Module):
         Raises `SettingsError`: the model does not say which they are."""
         layers = self._named_layers()
         if not layers:
-            raise SettingsError(
-                f"{type(self.lm).__name__} does not name its decoder layers: it cannot be sharded"
-            )
+            raise SettingsError(f"{type(self.lm).__name__} does not name its decoder layers: it cannot be sharded")
         return layers
 
     def _named_layers(self) -> list[nn.Module]:
@@ -151,9 +139,7 @@ class Backbone(nn.Module):
         """The attention of each layer that has one. Raises as `decoder_layers`."""
         attentions: list[nn.Module] = []
         for layer in self.decoder_layers():
-            named = [
-                m for m in layer.modules() if type(m).__name__.removeprefix("FSDP").endswith("Attention")
-            ]
+            named = [m for m in layer.modules() if type(m).__name__.removeprefix("FSDP").endswith("Attention")]
             inner = {m for outer in named for m in outer.modules() if m is not outer}
             attentions += [m for m in named if m not in inner]
         return attentions
@@ -223,9 +209,7 @@ class PolicyModel(Backbone):
         if not goes_to_head(entry):
             return picked
         labels = batch.of_piece(batch.labels)
-        outputs = token_logprobs(
-            picked, self._head(), labels, temperature, drawn=batch.drawn, compared=compared
-        )
+        outputs = token_logprobs(picked, self._head(), labels, temperature, drawn=batch.drawn, compared=compared)
         if more is not None:
             outputs = outputs._replace(more=more(picked, self._head()))
         return self._of_all(outputs._replace(hidden=picked) if with_hidden else outputs, batch)

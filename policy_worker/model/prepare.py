@@ -184,9 +184,7 @@ def _check_pieces(model: Backbone, pieces: int, refused: str) -> None:
     """Each rank has a piece of the rows: outside of the attention, a position may not depend on others."""
     key, name = "policy.parallelism.cp_size", type(model.lm).__name__
     if refused:
-        raise SettingsError(
-            f"{key} = {pieces}: sequences of {name} cannot be cut: {refused:.300}; write {key} = 1"
-        )
+        raise SettingsError(f"{key} = {pieces}: sequences of {name} cannot be cut: {refused:.300}; write {key} = 1")
     ids, positions = probe_of(model, 8)
     expected = model._hidden(ids, positions)
     model.context = probe = attention.Scattered(torch.tensor([5, 1, 9, 7, 3, 11, 8, 2]), 12)
@@ -272,9 +270,7 @@ def _prove_routing_replay(model: Backbone, replay: RoutingReplay) -> bool:
     that leaves out groups of experts before its top k does not have."""
     ids, _ = probe_of(model, 8)
     seen: list[tuple[Tensor, ...]] = []
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1:])) for layer in replay.layers
-    ]
+    hooks = [layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1:])) for layer in replay.layers]
 
     def entered(record: RoutingRecord | None) -> list[Tensor]:
         """Return what experts are called with: ids and weights [1, N, M, k]."""

@@ -75,16 +75,12 @@ def weight_files(name: str, revision: str | None) -> list[Path]:
     Raises `WeightError`: it comes with adapters."""
 
     def found(file: str) -> str | None:
-        path: str | None = cached_file(
-            name, file, revision=revision, _raise_exceptions_for_missing_entries=False
-        )
+        path: str | None = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
         return path
 
     single = found(SAFE_WEIGHTS_NAME)
     if found(ADAPTER) is not None:  # transformers would load them as well
-        raise WeightError(
-            f"it comes with adapters ({ADAPTER}), which are not read: merge them into their base"
-        )
+        raise WeightError(f"it comes with adapters ({ADAPTER}), which are not read: merge them into their base")
     if single is not None:
         return [Path(single)]
     index = found(SAFE_WEIGHTS_INDEX_NAME)

@@ -29,9 +29,7 @@ Shrink = Callable[[PretrainedConfig, int], None]
 """Makes a configuration smaller in place, with only the first so many layers."""
 
 
-def random_copy(
-    lm: PreTrainedModel, layers: list[nn.Module], shrink: Shrink, least: int = 1
-) -> PreTrainedModel:
+def random_copy(lm: PreTrainedModel, layers: list[nn.Module], shrink: Shrink, least: int = 1) -> PreTrainedModel:
     """A model of this one's class with random weights, in float32 on the CPU. Random states are left alone.
 
     layers: its repeated blocks, for which it may be on the meta device. least: how many the copy has, if there are.
@@ -115,9 +113,7 @@ def _without_adapters(module: nn.Module, name: str = "") -> Iterator[tuple[str, 
 
 def _facts(module: nn.Module) -> dict[str, Any]:
     states = ("training", "gradient_checkpointing")  # it is used, which a copy need not know
-    return {
-        key: value for key, value in vars(module).items() if not key.startswith("_") and key not in states
-    }
+    return {key: value for key, value in vars(module).items() if not key.startswith("_") and key not in states}
 
 
 def _word(value: Any) -> str:

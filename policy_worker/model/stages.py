@@ -40,9 +40,7 @@ class StageInput:
 class Elsewhere(nn.Module):
     """Stands for a module of another stage. What the model asks of a layer but computing is answered alike."""
 
-    def __init__(
-        self, original: nn.Module, through: Callable[[Tensor], Tensor] = lambda states: states
-    ) -> None:
+    def __init__(self, original: nn.Module, through: Callable[[Tensor], Tensor] = lambda states: states) -> None:
         super().__init__()
         plain = (str, int, float, bool, type(None))
         facts = {name: value for name, value in vars(original).items() if isinstance(value, plain)}

@@ -22,11 +22,7 @@ _NAMES = ("gate", "router", "gating")
 
 
 def freeze(
-    lm: PreTrainedModel,
-    trainable_map: Mapping[str, bool] | None,
-    *,
-    routers: bool = False,
-    section: str = "policy",
+    lm: PreTrainedModel, trainable_map: Mapping[str, bool] | None, *, routers: bool = False, section: str = "policy"
 ) -> None:
     """Keep what `trainable_map` says, and with `routers` the routers, out of training; all else trains.
 
@@ -59,9 +55,7 @@ def freeze(
             f"{keys} freeze all parameters of {type(lm).__name__}: nothing would be trained; leave a name out"
         )
     total, still = (sum(p.numel() for p in some) for some in (parameters, frozen))
-    log.info(
-        "%d of %d parameter tensors are frozen (%d of %d numbers)", len(frozen), len(parameters), still, total
-    )
+    log.info("%d of %d parameter tensors are frozen (%d of %d numbers)", len(frozen), len(parameters), still, total)
 
 
 def _choose(lm: PreTrainedModel, trainable_map: Mapping[str, bool]) -> None:

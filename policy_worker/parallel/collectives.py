@@ -37,9 +37,7 @@ def cut(layer: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
         box = box_at(whole.shape, [mesh.size()], [mesh.get_local_rank()], [where])
         # A clone of a copy too: one view keeps a whole file of weights mapped.
         part = whole.detach()[box.slices()].clone()
-        tensor = DTensor.from_local(
-            part, mesh, [where], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        tensor = DTensor.from_local(part, mesh, [where], run_check=False, shape=whole.shape, stride=whole.stride())
         setattr(layer, name, nn.Parameter(tensor, requires_grad=whole.requires_grad))
 
 
@@ -60,9 +58,7 @@ def wrap(layer: nn.Module, compute: Callable[..., Any], *, partial: bool = False
 def _own_parameters(layer: nn.Module, partial: bool) -> Iterator[None]:
     kept = dict(layer._parameters)
     placements = [Partial()] if partial else None
-    layer._parameters.update(
-        {n: p.to_local(grad_placements=placements) for n, p in kept.items() if p is not None}
-    )
+    layer._parameters.update({n: p.to_local(grad_placements=placements) for n, p in kept.items() if p is not None})
     try:
         yield
     finally:

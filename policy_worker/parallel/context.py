@@ -84,9 +84,7 @@ class _Exchange(Function):
         return None, *_all_to_all(ctx.group, gradients, 2, 1)
 
 
-def _all_to_all(
-    group: ProcessGroup, tensors: Sequence[Tensor], scatter: int, gather: int
-) -> tuple[Tensor, ...]:
+def _all_to_all(group: ProcessGroup, tensors: Sequence[Tensor], scatter: int, gather: int) -> tuple[Tensor, ...]:
     """All tensors in one message to each rank: its part of dimension `scatter` of each."""
     parts = [torch.stack(tensor.chunk(dist.get_world_size(group), scatter)) for tensor in tensors]
     sent = torch.cat([part.flatten(1) for part in parts], 1)

@@ -68,9 +68,7 @@ def spread_experts(layer: nn.Module, shared: nn.Module | None, mesh: DeviceMesh,
     """Keep this rank's experts of one layer. Raises `SettingsError` if their number cannot be divided."""
     count, ranks, dispatch, group = layer.num_experts, mesh.size(), DISPATCHERS[dispatcher], mesh.get_group()
     if count % ranks:
-        raise SettingsError(
-            f"{ranks} ranks cannot share the {count} experts of a layer: choose a divisor of {count}"
-        )
+        raise SettingsError(f"{ranks} ranks cannot share the {count} experts of a layer: choose a divisor of {count}")
     cut(layer, mesh, ROWS)
     layer.num_experts = n = count // ranks
     layer._is_expert_parallel = True
@@ -159,14 +157,10 @@ def _allgather(
 ) -> Tensor:
     count = len(tokens)
     longest = int(gathered(torch.tensor([count], device=tokens.device), group).max())
-    rows = (
-        nn.functional.pad(x, (0, 0, 0, longest - count), value=v) for x, v in ((tokens, 0.0), (weights, 0.0))
-    )
+    rows = (nn.functional.pad(x, (0, 0, 0, longest - count), value=v) for x, v in ((tokens, 0.0), (weights, 0.0)))
     all_tokens, all_weights = (AllGatherRows.apply(x, group) for x in rows)
     all_ids = gathered(nn.functional.pad(ids, (0, 0, 0, longest - count), value=-1), group)
-    return ReduceScatterRows.apply(
-        _of_own(forward, all_tokens, all_ids, all_weights, n, group.rank()), group
-    )[:count]
+    return ReduceScatterRows.apply(_of_own(forward, all_tokens, all_ids, all_weights, n, group.rank()), group)[:count]
 
 
 def _alltoall(

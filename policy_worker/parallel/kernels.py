@@ -61,9 +61,7 @@ def convert_to_fp8(model: Backbone, keys: FP8Config, *, emulate: bool = False) -
             f'extra `8bit` (pip install ".[8bit]" in the checkout), or write false'
         ) from error
     # The number of tokens is the inner side of the product for a weight's gradient, and any number.
-    recipe = replace(
-        Float8LinearConfig.from_recipe_name(keys.quant_recipe), pad_inner_dim=True, emulate=emulate
-    )
+    recipe = replace(Float8LinearConfig.from_recipe_name(keys.quant_recipe), pad_inner_dim=True, emulate=emulate)
     converted, routers = 0, {part for _, router in routers_of(model.lm) for part in router.modules()}
 
     def fits(layer: nn.Module, _: str) -> bool:

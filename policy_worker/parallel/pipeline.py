@@ -73,9 +73,7 @@ class Pipeline:
         """Add up the gradients of an optimizer step. loss_of: of what the last stage computes of a micro-batch."""
         run = _Run(self, _stages_of(model.stages), list(batches), compute, loss_of, model.recall)
         schedule = self.pipe.schedule(run.n_batches)
-        left = sum(
-            action is not None and action.backward for action in (tick[self.rank] for tick in schedule)
-        )
+        left = sum(action is not None and action.backward for action in (tick[self.rank] for tick in schedule))
         for number, tick in enumerate(schedule):
             action = tick[self.rank]
             if action is not None and action.backward:
@@ -219,9 +217,7 @@ class _Run:
                 messages.append((dist.irecv, buffer, rank))
                 needing.append(needs)
         leaving = []
-        for (_, tensor, _), needs, work in zip(
-            messages, needing, self._pipeline.post(messages, number), strict=True
-        ):
+        for (_, tensor, _), needs, work in zip(messages, needing, self._pipeline.post(messages, number), strict=True):
             if needs is None:
                 leaving.append((tensor, work))
             else:

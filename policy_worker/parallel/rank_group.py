@@ -111,9 +111,7 @@ class RankGroup:
         assert self._mesh is None, "it was made with other sizes"
         self.sizes, unit = sizes, sizes.unit(self.rank)
         if len(unit) > 1:
-            self._unit = dist.new_group(
-                unit, backend="gloo", timeout=self._timeout, use_local_synchronization=True
-            )
+            self._unit = dist.new_group(unit, backend="gloo", timeout=self._timeout, use_local_synchronization=True)
         if sizes.pp > 1:
             self.stage_group = dist.new_group(
                 sizes.stage_ranks(self.rank), timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
@@ -311,9 +309,7 @@ def _initialise(environment: RankEnvironment, device: torch.device, store: dist.
     if world == 1:  # alone: no address, no port
         store = dist.HashStore()
     if store is None:
-        log.info(
-            "rank %d of %d joins %s:%s", rank, world, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        )
+        log.info("rank %d of %d joins %s:%s", rank, world, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
     except RuntimeError as error:

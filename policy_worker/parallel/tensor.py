@@ -143,9 +143,7 @@ def _whole_plan(lm: PreTrainedModel) -> dict[str, str]:
         parts = {pattern(f"{name}.{suffix}"): part for suffix, part in named}
         linear = (plan.get(at) for at, part in parts.items() if isinstance(part, nn.Linear) or adapted(part))
         if all(style in ("colwise", "rowwise") for style in linear):
-            unplanned = (
-                (at, [*part.parameters(recurse=False)]) for at, part in parts.items() if at not in plan
-            )
+            unplanned = ((at, [*part.parameters(recurse=False)]) for at, part in parts.items() if at not in plan)
             others = (at for at, some in unplanned if some and all(p.numel() != width for p in some))
             plan |= dict.fromkeys(others, OWN_HEADS)
     return plan
@@ -213,9 +211,7 @@ class _Ranks:
 
     def shard_of(self, weight: Tensor) -> VocabularyShard:
         """Which tokens the rows of this rank are of."""
-        return VocabularyShard(
-            self._group, box_at(weight.shape, [self._size], [self._rank], [ROWS]).starts[0]
-        )
+        return VocabularyShard(self._group, box_at(weight.shape, [self._size], [self._rank], [ROWS]).starts[0])
 
     def cut_embeddings(self, layer: nn.Embedding) -> None:
         """Tokens of other ranks get zeros from this one."""

@@ -42,9 +42,7 @@ class Identity:
     def kind(self) -> dict[str, str]:
         """Describe what all replicas that train together have in common. A collective."""
         models = [trained.model for trained in self._trained]
-        named = [
-            (name, tuple(p.shape), str(p.dtype)) for model in models for name, p in model.named_parameters()
-        ]
+        named = [(name, tuple(p.shape), str(p.dtype)) for model in models for name, p in model.named_parameters()]
         digests = self._group.gather(hashlib.blake2b(repr(named).encode(), digest_size=8).hexdigest())
         return {
             "code": _code(),

@@ -167,9 +167,7 @@ class Membership:
 
     # ---- the controller ---------------------------------------------------------------------------------------
 
-    def _ask(
-        self, at: MemberPoint, step: int | None = None, wait_s: float = POLL_S, **more: Any
-    ) -> MemberReply:
+    def _ask(self, at: MemberPoint, step: int | None = None, wait_s: float = POLL_S, **more: Any) -> MemberReply:
         """Report where this replica stands. A collective. Raises as `Session.call`."""
         step = self._step if step is None else step
         if at in ("ready", "holds", "broken") and self._identity.known[0] == step:

@@ -94,9 +94,7 @@ def _connect(ranks: RankEnvironment, caller: Caller, patience: float, over: Call
         _check(caller.shutdown, over)
         if time.monotonic() >= give_up:
             raise RendezvousError(f"rank 0 did not come in {patience:g} s")
-    log.info(
-        "rank %d of %d joins %s:%d (%s)", ranks.rank, ranks.world, meeting.address, meeting.port, meeting.host
-    )
+    log.info("rank %d of %d joins %s:%d (%s)", ranks.rank, ranks.world, meeting.address, meeting.port, meeting.host)
     _reach(meeting, caller.shutdown)
     store = dist.TCPStore(
         meeting.address, meeting.port, ranks.world, is_master=False, timeout=timedelta(seconds=patience)

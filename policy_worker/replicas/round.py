@@ -184,9 +184,7 @@ class Peers(Membership):
             address=self._ranks.address,
         )
         store = meet(place, self._environment, self._shutdown, seconds, self._is_over)
-        return CollectiveExchange(
-            store, me, members, self._gradients[self._trainer].device, self._watch(), seconds
-        )
+        return CollectiveExchange(store, me, members, self._gradients[self._trainer].device, self._watch(), seconds)
 
     def _stored(self) -> Exchange:
         store, name = open_store(self._reply.weight_store, timeout=self._patience), self._reply.job_id

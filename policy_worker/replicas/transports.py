@@ -53,13 +53,7 @@ class CollectiveExchange:
     """An exchange between the members of one epoch. store: where their ranks of this number meet, and no others."""
 
     def __init__(
-        self,
-        store: dist.Store,
-        me: int,
-        members: int,
-        device: torch.device,
-        watch: ExchangeWatch,
-        seconds: float,
+        self, store: dist.Store, me: int, members: int, device: torch.device, watch: ExchangeWatch, seconds: float
     ) -> None:
         """seconds: after which the group itself gives up. Raises `ExchangeEnded`: not all came."""
         self._watch, self._me, self._members, self._device = watch, me, members, device
@@ -146,9 +140,7 @@ class StoredExchange:
 
     def notes(self, round_: Round, own: Mapping[int, bytes]) -> list[bytes]:
         """See `Exchange.notes`."""
-        rows_here = {
-            part: torch.frombuffer(bytearray(data), dtype=torch.uint8) for part, data in own.items() if data
-        }
+        rows_here = {part: torch.frombuffer(bytearray(data), dtype=torch.uint8) for part, data in own.items() if data}
         rows_here |= {part: torch.empty(0, dtype=torch.uint8) for part, data in own.items() if not data}
         rows = self._all(round_, "-notes", rows_here, torch.empty(0, dtype=torch.uint8), any_size=True)
         return [row.numpy().tobytes() for row in rows]
@@ -163,8 +155,7 @@ class StoredExchange:
                 self._write(names[part], row)
             self._note(round_, [names[part] for part in mine])
             return [
-                mine[part] if part in mine else self._read(name, like, any_size)
-                for part, name in enumerate(names)
+                mine[part] if part in mine else self._read(name, like, any_size) for part, name in enumerate(names)
             ]
         except (WeightError, OSError) as error:
             raise ExchangeEnded(f"the store of the exchange: {error}") from error

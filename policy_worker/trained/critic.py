@@ -43,9 +43,7 @@ class Critic(TrainedModel):
             log.info("critic: on %s", self.place.layout.device)
 
     @torch.no_grad()
-    def values(
-        self, samples: Mapping[int, TrainSample], batches: Sequence[Sequence[int]]
-    ) -> dict[int, Tensor]:
+    def values(self, samples: Mapping[int, TrainSample], batches: Sequence[Sequence[int]]) -> dict[int, Tensor]:
         """By row, what is expected of each learned token of each sample, on the CPU. A collective; see `score`."""
         by_row: dict[int, Tensor] = {}
 

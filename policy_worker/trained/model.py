@@ -23,14 +23,7 @@ from torch import Tensor
 
 from policy_worker.memory.offload import Gradients
 from policy_worker.model.drawn import Reshaping
-from policy_worker.model.micro_batch import (
-    LEAST_SPARED,
-    BatchLayout,
-    Columns,
-    MicroBatch,
-    TrainSample,
-    collate,
-)
+from policy_worker.model.micro_batch import LEAST_SPARED, BatchLayout, Columns, MicroBatch, TrainSample, collate
 from policy_worker.model.model import Backbone, More
 from policy_worker.parallel.collectives import finish_gradients
 from policy_worker.parallel.distribute import distribute

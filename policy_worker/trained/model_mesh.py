@@ -54,9 +54,7 @@ class ModelMesh(NamedTuple):
     ) -> Iterator[MicroBatch]:
         """Micro-batches; columns are where outputs are."""
         for rows in batches:
-            yield collate(
-                [samples[row] for row in rows], rows, self.layout, columns if self.has_outputs else {}
-            )
+            yield collate([samples[row] for row in rows], rows, self.layout, columns if self.has_outputs else {})
 
     def score(
         self,
@@ -73,10 +71,7 @@ class ModelMesh(NamedTuple):
                 keep(batch, compute(batch))
 
     def in_unit(
-        self,
-        found: Mapping[int, Tensor],
-        samples: Mapping[int, TrainSample],
-        batches: Sequence[Sequence[int]],
+        self, found: Mapping[int, Tensor], samples: Mapping[int, TrainSample], batches: Sequence[Sequence[int]]
     ) -> dict[int, Tensor]:
         """By row a number for each learned token, where the last stage is, on all ranks of its unit."""
         rows = list(dict.fromkeys(row for rows in batches for row in rows))

@@ -89,10 +89,7 @@ class Optimizer:
     """See the module's docstring. matrices: those that Muon may take (`PolicyModel.hidden_matrices`)."""
 
     def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        settings: OptimizerSettings,
-        matrices: Collection[nn.Parameter] = (),
+        self, parameters: Iterable[nn.Parameter], settings: OptimizerSettings, matrices: Collection[nn.Parameter] = ()
     ) -> None:
         """Raises `SettingsError`: the optimizer is not possible here, or its library is not installed."""
         self._settings = settings
@@ -138,9 +135,7 @@ class Optimizer:
     def slots(self) -> Iterator[tuple[nn.Parameter, Slots]]:
         """Yield what is kept of each parameter, the tensors themselves; zeros before its first step. A collective."""
         for optimizer in self.optimizers:
-            fresh = [
-                p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state
-            ]
+            fresh = [p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state]
             if fresh:
                 self._begin(optimizer, fresh)
             for group in optimizer.param_groups:
@@ -268,9 +263,7 @@ def _torchao(settings: OptimizerSettings) -> Any:
     return getattr(torchao.optim, name)
 
 
-def _torch_optimizer(
-    name: str, parameters: list[nn.Parameter], settings: OptimizerSettings
-) -> torch.optim.Optimizer:
+def _torch_optimizer(name: str, parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
     groups = [{"params": alike} for alike in _by_layout(parameters, lambda p: p)]
     common: dict[str, Any] = {
         "lr": settings.lrs[-1],

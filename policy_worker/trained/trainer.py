@@ -64,9 +64,7 @@ class Trainer(TrainedModel):
         teachers: Mapping[str, PolicyModel] = MappingProxyType({}),
     ) -> None:
         check_experts(model, group, "policy.parallelism")
-        if config.policy.moe_shared_expert_overlap and not any(
-            shared for _, shared in expert_layers(model.lm)
-        ):
+        if config.policy.moe_shared_expert_overlap and not any(shared for _, shared in expert_layers(model.lm)):
             raise SettingsError(
                 f"policy.moe_shared_expert_overlap = true: {type(model.lm).__name__} has no shared expert next to "
                 f"others: write false"
@@ -90,18 +88,14 @@ class Trainer(TrainedModel):
         if reference_is_within(config):
             self.reference = EarlierPolicy(model)
         else:
-            self.reference = reference and frozen_reference(
-                reference, config, self.place, self.reference_mesh
-            )
+            self.reference = reference and frozen_reference(reference, config, self.place, self.reference_mesh)
         offloads = {teacher.name: teacher.offload for teacher in config.local_teachers}
         self.teachers = {
             name: spread(teacher, config, offloads[name], self.place) for name, teacher in teachers.items()
         }
         """Frozen models of `[[teacher]]`, by name."""
         grpo = config.grpo if config.is_grpo else None
-        self.reset_interval = (
-            (grpo.reference_reset_interval or 0) if grpo and self.reference is not None else 0
-        )
+        self.reset_interval = (grpo.reference_reset_interval or 0) if grpo and self.reference is not None else 0
         """Steps between two resets of the reference model; 0: it stays."""
         self.adapts_kl = grpo is not None and grpo.kl_in_reward.controller == "adaptive"
         self.kl_coefficient = grpo.kl_in_reward.beta if grpo else 0.0

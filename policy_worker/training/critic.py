@@ -190,9 +190,7 @@ class CriticTraining:
         value, gain = (torch.cat([torch.zeros(0), *parts]).double() for parts in (values, returns))
         error = gain - value
         parts = (value, gain, gain.square(), error, error.square())
-        return fit(
-            self._critic.group.all_reduce([float(len(value)), *(float(x.sum()) for x in parts)], "sum")
-        )
+        return fit(self._critic.group.all_reduce([float(len(value)), *(float(x.sum()) for x in parts)], "sum"))
 
 
 def fit(sums: Sequence[float]) -> Metrics:

@@ -35,9 +35,7 @@ from schema.wire.messages import HeldOutLoss, TrainedSample
 class Grpo:
     """One training step at a time; the loop around it waits for batches, commits and publishes."""
 
-    def __init__(
-        self, config: Config, trainer: Trainer, source: Batches, replicas: Replicas | None = None
-    ) -> None:
+    def __init__(self, config: Config, trainer: Trainer, source: Batches, replicas: Replicas | None = None) -> None:
         """replicas: this one and others, each with all samples, of which models compute those of the parts that are
         its own; None: it trains alone.
 

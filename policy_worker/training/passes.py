@@ -81,9 +81,7 @@ class Passes:
         metrics = self._unreplayed(plan, samples)
         head = trainer.head_of(trainer.reference) if self._full_kl and trainer.reference else None
         columns = self._columns(plan, samples, head)
-        columns[FRESH] = {
-            row: torch.from_numpy(samples[row].versions == table.step).float() for row in plan.rows
-        }
+        columns[FRESH] = {row: torch.from_numpy(samples[row].versions == table.step).float() for row in plan.rows}
         return Scores(columns, self._values(plan, samples), head, metrics)
 
     def others(self, plan: StepPlan) -> list[tuple[RankGroup, Sequence[Collection[int]]]]:
@@ -93,9 +91,7 @@ class Passes:
             return []
         return [(group, [set(chain(*batches)) for batches in self._reference_pass(plan)])]
 
-    def states_of(
-        self, samples: Samples, batches: Sequence[Rows], columns: dict[str, dict[int, Tensor]]
-    ) -> None:
+    def states_of(self, samples: Samples, batches: Sequence[Rows], columns: dict[str, dict[int, Tensor]]) -> None:
         """Compute the reference model's states of these rows, where a column of them is wanted and lacks some. A
         collective."""
         if HIDDEN not in columns:
@@ -167,10 +163,7 @@ class Passes:
         columns: dict[str, dict[int, Tensor]] = {}
 
         def score(
-            model: PolicyModel | EarlierPolicy,
-            batches: list[list[Rows]],
-            names: Mapping[str, str],
-            **arguments: Any,
+            model: PolicyModel | EarlierPolicy, batches: list[list[Rows]], names: Mapping[str, str], **arguments: Any
         ) -> None:
             """names: columns and what of `TokenOutputs` they are."""
             place = trainer.mesh_of(model)
@@ -182,9 +175,7 @@ class Passes:
                     model, samples, batches_here, self._temperature, list(names.values()), **arguments
                 )
                 if apart:
-                    scored = [
-                        place.group.to_all_ranks(column, plan.lengths, place.numbers) for column in scored
-                    ]
+                    scored = [place.group.to_all_ranks(column, plan.lengths, place.numbers) for column in scored]
                 columns.update(zip(names, scored, strict=True))
 
         if trainer.reference:

@@ -163,9 +163,7 @@ class PolicyUpdate:
         self, progress: LessonProgress, norm: Normalizers, first: bool, batch: MicroBatch, out: TokenOutputs
     ) -> Tensor:
         """A micro-batch's part of the loss. first: of the step's first optimizer step."""
-        facts = policy_tokens(
-            out, batch, progress.lesson.plan.table, progress.lesson.credit, self._correction
-        )
+        facts = policy_tokens(out, batch, progress.lesson.plan.table, progress.lesson.credit, self._correction)
         loss, parts = policy_objective(self._teachers.teach(facts, out, batch), norm, self._loss)
         progress.metrics.add(parts)
         progress.kept.add(batch, out.logprobs)

@@ -77,9 +77,7 @@ class ProfileWindow:
         Raises `ValueError`: its first step has begun before."""
         first = step + order.warmup if order.first_step is None else order.first_step
         if first < step:
-            raise ValueError(
-                f"step {first} had begun when the trainer heard of it: name a later one, or none"
-            )
+            raise ValueError(f"step {first} had begun when the trainer heard of it: name a later one, or none")
         return ProfileWindow(
             order.profile_id, first, order.steps, min(order.warmup, first - step), tuple(order.ranks)
         )
@@ -276,9 +274,7 @@ class Profiles:
             return
         done = step - window.first
         if done > 0:
-            window = self._window = ProfileWindow(
-                window.profile_id, window.first, done, window.warmup, window.ranks
-            )
+            window = self._window = ProfileWindow(window.profile_id, window.first, done, window.warmup, window.ranks)
             return self._hand_over(window)
         if self._recorder is not None:
             self._try(self._recorder.stop)
@@ -323,9 +319,7 @@ class Profiles:
     def _set(self, window: ProfileWindow) -> None:
         self._window, self._handed_over, self._fault = window, False, ""
         self._say(window, "waiting")
-        log.info(
-            "a profile of %d steps, from step %d on, of ranks %s", window.steps, window.first, window.ranks
-        )
+        log.info("a profile of %d steps, from step %d on, of ranks %s", window.steps, window.first, window.ranks)
 
     def _record(self, window: ProfileWindow, phase: Phase) -> None:
         """Warm up or record, where this rank is one of those."""

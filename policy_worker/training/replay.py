@@ -62,9 +62,7 @@ class ReplayStart:
         return 0 if self.resumption is None else self.resumption.step
 
 
-def begin(
-    group: RankGroup, config: Config, run_dir: Path, first: int | None, count: int | None
-) -> ReplayStart:
+def begin(group: RankGroup, config: Config, run_dir: Path, first: int | None, count: int | None) -> ReplayStart:
     """Choose steps and weights. A collective.
 
     Raises:

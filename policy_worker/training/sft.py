@@ -77,9 +77,7 @@ class HeldOut:
             raise SettingsError(f"validation: no conversation in {data_file} has a token to learn")
         batching = Batching.of_config(config).cut_to(config.validation.batch_size, None)
         lengths = self._data.lengths().tolist()
-        (plan,) = plan_step(
-            lengths, [count > 0 for count in learned], batching, data_ranks=trainer.group.data_ranks
-        )
+        (plan,) = plan_step(lengths, [count > 0 for count in learned], batching, data_ranks=trainer.group.data_ranks)
         self._batches = plan.ranks[trainer.group.data_rank]
 
     def is_due(self, version: int) -> bool:
@@ -181,9 +179,7 @@ class Sft:
         learned = [sample.learned_tokens for sample in samples.values()]
         tokens = [len(sample.segments[0].token_ids) for sample in samples.values()]
         n_tokens = sum(learned)
-        plan = plan_step(
-            tokens, [count > 0 for count in learned], self._batching, data_ranks=self._shares.total
-        )
+        plan = plan_step(tokens, [count > 0 for count in learned], self._batching, data_ranks=self._shares.total)
         sums = PartSums()
 
         def loss_of(_: MicroBatch, out: TokenOutputs) -> Tensor:

@@ -96,9 +96,7 @@ class TeacherClient:
         """Begin to ask for these samples; when it is done they are in `found`."""
         self.found = {}
         room = asyncio.Semaphore(AT_ONCE)
-        self._begin(
-            [partial(self._judge, room=room, row=row, sample=sample) for row, sample in samples.items()]
-        )
+        self._begin([partial(self._judge, room=room, row=row, sample=sample) for row, sample in samples.items()])
 
     def advance(self, seconds: float) -> None:
         """Let requests go on for so long, or until all are answered.
@@ -149,9 +147,7 @@ class TeacherClient:
                 error = error.exceptions[0]
             raise error
 
-    async def _meet(
-        self, http: httpx.AsyncClient, tokenize: Callable[[str], list[int]], longest: int
-    ) -> None:
+    async def _meet(self, http: httpx.AsyncClient, tokenize: Callable[[str], list[int]], longest: int) -> None:
         listed = await self._request(http, "GET", "/v1/models")
         models = (model for model in listed.get("data") or () if isinstance(model, dict))
         served = {str(model.get("id")): model for model in models}
@@ -176,9 +172,7 @@ class TeacherClient:
             )
         log.info("teacher %s: %s at %s", self.teacher.name, self._served, self.teacher.url)
 
-    async def _judge(
-        self, http: httpx.AsyncClient, room: asyncio.Semaphore, row: int, sample: TrainSample
-    ) -> None:
+    async def _judge(self, http: httpx.AsyncClient, room: asyncio.Semaphore, row: int, sample: TrainSample) -> None:
         k = self.teacher.top_k if self.teacher.loss == "top_k_jsd" else 0
         parts = []
         for segment in sample.segments:
@@ -186,13 +180,7 @@ class TeacherClient:
             learned = [i for i in range(1, len(ids)) if segment.loss_mask[i]]
             if not learned:
                 continue
-            body = {
-                "model": self._served,
-                "prompt": ids,
-                "max_tokens": 1,
-                "temperature": 0.0,
-                "prompt_logprobs": k,
-            }
+            body = {"model": self._served, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
             most = MOST_BYTES + MOST_OF_A_TOKEN * len(ids) * (k + 2)
             async with room:
                 answer = await self._request(http, "POST", "/v1/completions", body, most=most)
@@ -278,9 +266,7 @@ class TeacherClient:
             }  # fmt: skip
             if str(ids[position]) not in known:
                 others = ", ".join(list(known)[:5]) or "nothing"
-                raise self._error(
-                    f"position {position}: it was sent token {ids[position]}, and answers of {others}"
-                )
+                raise self._error(f"position {position}: it was sent token {ids[position]}, and answers of {others}")
             values = {self._token(position, token): self._value(position, v) for token, v in known.items()}
             if len(values) < k:
                 raise self._error(f"position {position}: {len(values)} tokens for top_k = {k}")

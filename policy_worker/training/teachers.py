@@ -152,11 +152,7 @@ class Teachers:
             teaching.hidden = scored[1]
 
     def _ask(
-        self,
-        teaching: Teaching,
-        client: TeacherClient,
-        samples: Mapping[int, TrainSample],
-        plan: Sequence[MiniBatch],
+        self, teaching: Teaching, client: TeacherClient, samples: Mapping[int, TrainSample], plan: Sequence[MiniBatch]
     ) -> bool:
         rank = self._trainer.group.data_rank
         rows = sorted({row for part in plan for batch in part.ranks[rank] for row in batch})
@@ -176,12 +172,7 @@ class Teachers:
                 client.advance(SLICE)
             except TeacherError as caught:
                 error = caught
-            state = [
-                not client.is_done,
-                "" if error is None else str(error),
-                bool(self.shutdown),
-                client.trouble,
-            ]
+            state = [not client.is_done, "" if error is None else str(error), bool(self.shutdown), client.trouble]
             ranks = self._trainer.group.gather(state)
             if error is not None:
                 raise error
@@ -324,7 +315,5 @@ def _key(teacher: TeacherConfig) -> str | None:
         return None
     value = os.environ.get(teacher.key_variable)
     if not value:
-        raise TeacherError(
-            f"teacher {teacher.name}: the variable {teacher.key_variable} (key_variable) is not set"
-        )
+        raise TeacherError(f"teacher {teacher.name}: the variable {teacher.key_variable} (key_variable) is not set")
     return value

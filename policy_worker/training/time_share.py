@@ -89,9 +89,7 @@ class TimeShare:
         self._leaves_at = self._leaves_at or now + LEAVING_SHARE * self._shutdown.grace
         if now < self._leaves_at:
             return False
-        log.warning(
-            "rollout replicas still hold the devices, and this replica has to leave: it goes on next to them"
-        )
+        log.warning("rollout replicas still hold the devices, and this replica has to leave: it goes on next to them")
         return True
 
     def _ask(self, *, holds: bool) -> bool:

@@ -90,9 +90,7 @@ def _together(group: RankGroup, work: Callable[[], Any] | None) -> list[Any]:
         value = None if work is None else work()
     except Exception as raised:
         error = raised
-    outcomes = group.gather(
-        [_kind(error), "" if error is None else f"{type(error).__name__}: {error}", value]
-    )
+    outcomes = group.gather([_kind(error), "" if error is None else f"{type(error).__name__}: {error}", value])
     rank = max(range(len(outcomes)), key=lambda rank: outcomes[rank][0])
     worst, text, _ = outcomes[rank]
     if worst == _FINE:

@@ -39,9 +39,7 @@ def open_sender(config: Config, store: Store, controller_url: str) -> Sender | N
         carrier = NcclSender(address) if nccl_is_here() else None
         sender = Sender(store, address, config.weight_sync.collective_timeout, carrier)
     except OSError as error:
-        log.warning(
-            "weights go through the store alone: no address of this machine to hand them out at (%s)", error
-        )
+        log.warning("weights go through the store alone: no address of this machine to hand them out at (%s)", error)
         return None
     fabric = "TCP" if carrier is None else "NCCL, or TCP"
     log.info("weights are handed out at %s:%d by %s", sender.address, sender.port, fabric)
@@ -92,13 +90,8 @@ class NcclSender:
                 self._failures = MOST_FAILURES
             raise
 
-    def _send(
-        self, lines: Sequence[Line], chunks: Sequence[Chunk], read: Callable[[str], memoryview]
-    ) -> None:
-        from vllm.distributed.weight_transfer.nccl_engine import (
-            NCCLTrainerInitInfo,
-            NCCLTrainerWeightTransferEngine,
-        )
+    def _send(self, lines: Sequence[Line], chunks: Sequence[Chunk], read: Callable[[str], memoryview]) -> None:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
         heard = [line.hear() for line in lines]
         members = [str(message.get("member")) for message in heard]
@@ -122,9 +115,7 @@ class NcclSender:
                 packed_buffer_size_bytes=BUFFER_BYTES,
                 packed_num_buffers=BUFFERS,
             )
-            self._engine = NCCLTrainerWeightTransferEngine.trainer_init(
-                info, client=LineClient(lines), source=source
-            )
+            self._engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=LineClient(lines), source=source)
             self._members = members
         self._engine.client, self._engine.source = LineClient(lines), source
         self._engine.send_weights()
@@ -179,9 +170,7 @@ def byte_source(chunks: Sequence[Chunk], read: Callable[[str], memoryview]) -> A
     return Bytes()
 
 
-def device_chunks(
-    chunks: Sequence[Chunk], read: Callable[[str], memoryview]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def device_chunks(chunks: Sequence[Chunk], read: Callable[[str], memoryview]) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and bytes [n_bytes] of each chunk on the accelerator, one at a time."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for chunk in chunks:

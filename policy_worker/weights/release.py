@@ -323,7 +323,5 @@ class Release:
 
 def _size(table: Mapping[str, TensorEntry]) -> tuple[int, int]:
     """Elements and bytes of all tensors."""
-    counts = [
-        (math.prod(entry.shape), torch_dtype(entry.dtype, name).itemsize) for name, entry in table.items()
-    ]
+    counts = [(math.prod(entry.shape), torch_dtype(entry.dtype, name).itemsize) for name, entry in table.items()]
     return sum(count for count, _ in counts), sum(count * size for count, size in counts)

@@ -175,9 +175,7 @@ def check_request(
     if name in pending:
         raise ValueError(f"request {name} is in the engine already")
     if request.settings.routing not in routing:
-        raise ValueError(
-            f"request {name} asks for the {request.settings.routing} of experts: not recorded here"
-        )
+        raise ValueError(f"request {name} asks for the {request.settings.routing} of experts: not recorded here")
 
 
 def _no_ids() -> npt.NDArray[np.int32]:

@@ -48,10 +48,7 @@ class Tally:
             self.problems.append(f"{name} {problem}")
         value = tensor_digest(tensor_bytes(name, source), source.itemsize)
         self._entries[name] = TensorEntry(
-            dtype=dtype_name(published.dtype, name),
-            shape=list(published.shape),
-            file="served",
-            hash=value.hex(),
+            dtype=dtype_name(published.dtype, name), shape=list(published.shape), file="served", hash=value.hex()
         )
 
     @property

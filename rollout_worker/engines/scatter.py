@@ -136,9 +136,7 @@ class _Affine:
                 raise UnmappedError(f"{place.parameter} was loaded from overlapping parts of a tensor")
             below += (length - 1) * stride
 
-    def elements(
-        self, positions: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def elements(self, positions: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Elements of the storage that hold these positions, and the value of each.
 
         Args:
@@ -264,9 +262,7 @@ class Patch:
 class WeightMap:
     """Where all published tensors lie in the parameters of one model (on several ranks: in this rank's)."""
 
-    def __init__(
-        self, published: Mapping[str, PublishedTensor], places: Mapping[str, Sequence[WeightSlot]]
-    ) -> None:
+    def __init__(self, published: Mapping[str, PublishedTensor], places: Mapping[str, Sequence[WeightSlot]]) -> None:
         """Raises `UnmappedError` for a copy that cannot be turned into positions."""
         self.published = dict(published)
         self.places = {name: tuple(places.get(name, ())) for name in published}
@@ -370,9 +366,7 @@ class WeightMap:
         Returns:
             Whether all places that hold the same element agree.
         """
-        pairs = [
-            (first_of_repeats(_bits(out), place.source, place.source), place) for place in self.places[name]
-        ]
+        pairs = [(first_of_repeats(_bits(out), place.source, place.source), place) for place in self.places[name]]
         for target, place in pairs:
             target.copy_(place.kept(repeats=False))
         if sum(place.elements for place in self.places[name]) <= self.published[name].elements:
@@ -432,9 +426,7 @@ def _over(before: TensorChange, after: TensorChange) -> TensorChange:
         values[after.positions] = _bits(after.values)
         return TensorChange(after.name, after.dtype, after.shape, None, values.view(after.dtype))
     kept = torch.ones(before.positions.numel(), dtype=torch.bool)
-    place = torch.searchsorted(after.positions, before.positions).clamp_(
-        max=max(after.positions.numel() - 1, 0)
-    )
+    place = torch.searchsorted(after.positions, before.positions).clamp_(max=max(after.positions.numel() - 1, 0))
     if after.positions.numel():
         kept = after.positions[place] != before.positions
     positions = torch.cat([before.positions[kept], after.positions])

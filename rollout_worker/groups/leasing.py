@@ -272,9 +272,7 @@ def groups_to_lease(*, in_engine: int, held: int, capacity: int, group_size: int
     return min(room, MAX_GROUPS) if room >= least else 0
 
 
-def training_settings(
-    config: Config, stop_tokens: Mapping[int, str] = MappingProxyType({})
-) -> SamplingSettings:
+def training_settings(config: Config, stop_tokens: Mapping[int, str] = MappingProxyType({})) -> SamplingSettings:
     """How training rollouts are drawn: `[rollout.sampling_config]` and the temperature of `train_policy`.
 
     stop_tokens: stop strings that are special tokens, by id; they are not looked for as text.
@@ -307,9 +305,7 @@ def within(settings: SamplingSettings, room: int) -> SamplingSettings:
     return settings if settings.max_tokens <= room else replace(settings, max_tokens=room)
 
 
-def validation_settings(
-    config: Config, stop_tokens: Mapping[int, str] = MappingProxyType({})
-) -> SamplingSettings:
+def validation_settings(config: Config, stop_tokens: Mapping[int, str] = MappingProxyType({})) -> SamplingSettings:
     """How validation answers are drawn: `[validation]` says how tokens are chosen, `[rollout]` when they end.
 
     A temperature of 0 is greedy decoding, where filters mean nothing. stop_tokens: see `training_settings`.

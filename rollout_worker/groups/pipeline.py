@@ -87,9 +87,7 @@ class GenerationPipeline:
             if (found := leases.request(sample.request_id)) and found[1][sample.index] in found[0].open
         ]
         answers = texts(
-            self._tokenizer,
-            [sample for sample, _ in known],
-            [settings[group.lease.kind] for _, (group, _) in known],
+            self._tokenizer, [sample for sample, _ in known], [settings[group.lease.kind] for _, (group, _) in known]
         )
         for (sample, (group, indices)), text in zip(known, answers, strict=True):
             lease = group.lease
@@ -121,13 +119,7 @@ class GenerationPipeline:
             self._pusher.fail(lease, index, f"{type(error).__name__}: {error}")
 
     def _made(
-        self,
-        lease: LeasedGroup,
-        index: int,
-        sample: Generation,
-        text: str,
-        seconds: float,
-        result: RewardResult,
+        self, lease: LeasedGroup, index: int, sample: Generation, text: str, seconds: float, result: RewardResult
     ) -> Sample:
         config, limit = self._config, self._leasing.settings[lease.kind].max_tokens
         rewards = dict(result.rewards)
@@ -162,9 +154,7 @@ class GenerationPipeline:
         return positions.astype(np.int32), np.array([summed[token] for token in sorted(summed)], np.float32)
 
 
-def finish_reason(
-    sample: Generation, prompt_tokens: int, max_tokens: int, model_max_length: int
-) -> FinishReason:
+def finish_reason(sample: Generation, prompt_tokens: int, max_tokens: int, model_max_length: int) -> FinishReason:
     """Why a sample ended. `overlong`: it is longer than training allows, or was ended by the longest sequence
     of model or engine before its own limit: never cut in silence."""
     tokens = len(sample.token_ids)

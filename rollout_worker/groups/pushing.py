@@ -94,11 +94,7 @@ class Pusher:
     """The queue of finished samples, and the loop that empties it."""
 
     def __init__(
-        self,
-        session: Session,
-        leases: LeaseTable,
-        max_request_bytes: int,
-        shared: SharedPayloads | None = None,
+        self, session: Session, leases: LeaseTable, max_request_bytes: int, shared: SharedPayloads | None = None
     ) -> None:
         self._session, self._leases, self._shared = session, leases, shared
         self._max_bytes = int(max_request_bytes * SHARE_OF_LIMIT)
@@ -115,12 +111,7 @@ class Pusher:
         self._filled.set()
 
     def fail(
-        self,
-        lease: LeasedGroup,
-        index: int,
-        error: str,
-        ending: Ending = "engine_error",
-        kept: str | None = None,
+        self, lease: LeasedGroup, index: int, error: str, ending: Ending = "engine_error", kept: str | None = None
     ) -> None:
         """Push a sample that cannot be had. kept: as in `to_sample`."""
         self.add(lease, failed(lease, index, error, ending, kept))
@@ -181,9 +172,7 @@ class Pusher:
             await self._send(batch[half:])
             return
         (entry,) = batch
-        cause = (
-            f"SampleTooLarge: {len(entry.frame)} bytes: {error.detail}; raise controller.max_request_bytes"
-        )
+        cause = f"SampleTooLarge: {len(entry.frame)} bytes: {error.detail}; raise controller.max_request_bytes"
         sample = failed(entry.lease, entry.index, cause)
         frame = encode_sample(sample)
         if len(frame) >= len(entry.frame):

@@ -35,8 +35,7 @@ _SPACES = re.compile(r"\s+")
 _THOUGHT = re.compile(r"\s*+(?:<think>)?+(?P<thought>.*?)</think>\s*+(?P<rest>.*\S)\s*", re.DOTALL)
 _LETTER = re.compile(r"[\s(\[{*\"'.]*([A-Za-z])(?![A-Za-z0-9])")
 _SAYS = re.compile(
-    r"(?:answer|choice|option)\s*+(?:is|:)\s*+(?:option\s*+)?+[\s(\[{*\"']*+([A-Za-z])(?![A-Za-z0-9])",
-    re.IGNORECASE,
+    r"(?:answer|choice|option)\s*+(?:is|:)\s*+(?:option\s*+)?+[\s(\[{*\"']*+([A-Za-z])(?![A-Za-z0-9])", re.IGNORECASE
 )
 
 

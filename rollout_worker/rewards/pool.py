@@ -129,9 +129,7 @@ class RewardPool:
                     f"reward.environment: {name} is not set in the environment of this process; "
                     f"export {name}=… where it is started, or leave the name out"
                 )
-        starts = [
-            asyncio.create_task(self._started(_UnreadyError)) for _ in range(self._settings.num_workers)
-        ]
+        starts = [asyncio.create_task(self._started(_UnreadyError)) for _ in range(self._settings.num_workers)]
         try:
             first = await asyncio.gather(*starts)
         except BaseException:
@@ -227,9 +225,7 @@ class RewardPool:
             try:
                 return await _Process.start(self._setup, self._settings.environment)
             except passing as error:
-                log.warning(
-                    "a reward process did not start (%d of %d): %s", attempt, MAX_FAILED_STARTS, error
-                )
+                log.warning("a reward process did not start (%d of %d): %s", attempt, MAX_FAILED_STARTS, error)
                 cause = error
         raise RewardPoolError(f"reward processes do not start any more: {cause}")
 
@@ -324,9 +320,7 @@ class _Process:
                 await self._send({"sample": [task.completion, task.row, task.functions]})
             return RewardResult(**await self._reply(timeout))
         except TimeoutError:
-            raise _Overdue(
-                f"RewardTimeout: the sample took longer than {timeout:g} s{self._where()}"
-            ) from None
+            raise _Overdue(f"RewardTimeout: the sample took longer than {timeout:g} s{self._where()}") from None
 
     async def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None

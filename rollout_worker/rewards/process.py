@@ -154,9 +154,7 @@ def _as_number(name: str, value: Any) -> float:
 
 def _two(name: str, value: tuple[Any, ...]) -> tuple[Any, Mapping[Any, Any]]:
     if len(value) != 2 or not isinstance(value[1], Mapping):
-        raise RewardNotANumber(
-            f"{name} returned {value!r:.200}, neither a number nor (number, {{place: number}})"
-        )
+        raise RewardNotANumber(f"{name} returned {value!r:.200}, neither a number nor (number, {{place: number}})")
     return value[0], value[1]
 
 

@@ -66,9 +66,7 @@ def _keywords(function: Callable[..., Any], custom: Mapping[str, Any]) -> dict[s
     except (TypeError, ValueError):
         return {}
     kinds = inspect.Parameter
-    positional = [
-        p for p in parameters.values() if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = [p for p in parameters.values() if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
     if any(p.kind is kinds.VAR_KEYWORD for p in parameters.values()):
         return dict(custom)
     named = {p.name for p in positional[2:]}

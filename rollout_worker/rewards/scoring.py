@@ -31,9 +31,7 @@ def score_of(
     return score, None
 
 
-def parts_of(
-    parts: Mapping[str, Sequence[tuple[int, float]]], weights: Mapping[str, float]
-) -> dict[int, float]:
+def parts_of(parts: Mapping[str, Sequence[tuple[int, float]]], weights: Mapping[str, float]) -> dict[int, float]:
     """The parts of a score by the character of the answer at which they were earned."""
     found: dict[int, float] = {}
     for name, located in parts.items():

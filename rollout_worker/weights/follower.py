@@ -167,16 +167,12 @@ class WeightFollower:
             # It may have been removed because there is a newer one. Where the newer one fails as well that was not
             # it: a trainer that publishes faster than fetching fails must hear of it all the same.
             failures.overtaken = True
-            log.info(
-                "publication %d cannot be read, trying the newer %d: %s", publication.id, newest.id, error
-            )
+            log.info("publication %d cannot be read, trying the newer %d: %s", publication.id, newest.id, error)
             return newest
         now = time.monotonic()
         failures.count += 1
         failures.since = failures.since or now
-        self._failure = (
-            f"publication {publication.id} (version {publication.version}) cannot be used: {error}"
-        )
+        self._failure = f"publication {publication.id} (version {publication.version}) cannot be used: {error}"
         log.warning("%s (try %d)", self._failure, failures.count)
         # With no room here, or a store that refuses, the trainer cannot help.
         refused = isinstance(error, StoreError | CacheError)

@@ -106,9 +106,7 @@ class HostWeights:
                 n_bytes=whole_bytes(self._store, publication, patience=PATIENCE, stop=self._stop),
             )
             log.info("the host's copy of the weights lies in %s", directory)
-            self._copy = HostCopy(
-                directory, self._store, lock_timeout=self._config.store_timeout, stop=self._stop
-            )
+            self._copy = HostCopy(directory, self._store, lock_timeout=self._config.store_timeout, stop=self._stop)
         weights = self._copy.advance(publication, patience=PATIENCE)
         if self._direct is None:
             return Arrival(weights, "store", "")

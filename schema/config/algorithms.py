@@ -11,17 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# fmt: off
 EstimatorName = Literal[
-    "grpo",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "remax",
-    "gpg",
-    "pass_at_k",
-    "gae",
+    "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "remax", "gpg", "pass_at_k", "gae"
 ]
+# fmt: on
 LossName = Literal["grpo", "dapo", "gspo", "cispo", "reinforce", "geo_mean", "sapo"]
 
 

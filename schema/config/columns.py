@@ -159,9 +159,7 @@ def _arrow_fields(kind: Any) -> Columns | None:
 
     if types.is_struct(kind):
         return Columns({item.name: _arrow_fields(item.type) for item in kind})
-    is_open = (
-        types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind) or types.is_map(kind)
-    )
+    is_open = types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind) or types.is_map(kind)
     is_json = getattr(kind, "extension_name", "") == "arrow.json"
     return None if is_open or is_json else Columns()  # a text may hold JSON
 

@@ -89,9 +89,7 @@ def _with_glued(files: list[DataFile]) -> list[DataFile]:
     return [labelled(file) for file in files]
 
 
-def choose(
-    directory: Path, splits: Sequence[str], role: Role, apart: Collection[FileId] = frozenset()
-) -> Choice:
+def choose(directory: Path, splits: Sequence[str], role: Role, apart: Collection[FileId] = frozenset()) -> Choice:
     """The files of the wanted splits, split by split, each in order of its names.
 
     Without named splits: those of the role; else those that name none; else the only split that there is. apart:
@@ -162,9 +160,7 @@ def _saved_splits(directory: Path, files: Sequence[DataFile]) -> dict[str, set[P
     }
 
 
-def _card_splits(
-    directory: Path, files: Sequence[DataFile], unread: dict[str, list[Path]]
-) -> dict[str, set[Path]]:
+def _card_splits(directory: Path, files: Sequence[DataFile], unread: dict[str, list[Path]]) -> dict[str, set[Path]]:
     """The files of each split that the card of a dataset declares (`configs`); empty: it declares none.
 
     Raises `UnreadableDataError` where it declares several configurations and says of none that it is the default.
@@ -255,14 +251,8 @@ def _default(
         return plain, f"no split is named: no file is of a {role} split, so those that name none"
     kinds = {KINDS[word] for word in labels}
     if len(kinds) == 1:
-        return [
-            file for file in files if file.word
-        ], f"no split is named: {listing(sorted(labels))} is the only one"
-    others = (
-        f"and the splits {listing(sorted(labels))}"
-        if labels
-        else "and none whose path names one kind of split"
-    )
+        return [file for file in files if file.word], f"no split is named: {listing(sorted(labels))} is the only one"
+    others = f"and the splits {listing(sorted(labels))}" if labels else "and none whose path names one kind of split"
     names = listing([file.name for file in files])
     raise UnreadableDataError(
         f"{directory} has no file of a {role} split, {others}; its files are {names}",
@@ -294,9 +284,7 @@ def _named(directory: Path, files: list[DataFile], splits: Sequence[str]) -> tup
         end = r"(?![A-Za-z0-9])" if split[-1:].isdigit() else "(?![A-Za-z])"
         pattern = re.compile(rf"(?<![A-Za-z0-9]){re.escape(split)}{end}", re.IGNORECASE)
         kinds = {KINDS[word] for word in split_words(split)}
-        named = [
-            file for file in files if split and (pattern.search(file.name) or split.lower() in file.words)
-        ]
+        named = [file for file in files if split and (pattern.search(file.name) or split.lower() in file.words)]
         # A name of two kinds is of the named one where that has no other.
         of_split = [file for file in named if file.kinds <= kinds] or [
             file for file in named if len(file.kinds) > 1 and pattern.search(file.path.name)
@@ -304,9 +292,7 @@ def _named(directory: Path, files: list[DataFile], splits: Sequence[str]) -> tup
         if not of_split:
             names = listing([file.name for file in files])
             hint = "name a split by a word of its path that no other split has, or name the files in `files`"
-            raise UnreadableDataError(
-                f"{directory} holds no data file of split {split!r}; it has {names}", hint
-            )
+            raise UnreadableDataError(f"{directory} holds no data file of split {split!r}; it has {names}", hint)
         for file in of_split:
             chosen.setdefault(file.id, file)
     return list(chosen.values()), ""

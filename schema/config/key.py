@@ -23,14 +23,7 @@ T = TypeVar("T")
 S = TypeVar("S", bound=BaseModel)
 
 Kind = Literal[
-    "sampling parameter",
-    "engine argument",
-    "process",
-    "number",
-    "request or reply",
-    "file",
-    "metric",
-    "refusal",
+    "sampling parameter", "engine argument", "process", "number", "request or reply", "file", "metric", "refusal"
 ]
 """The observed object: a field of a generation request; an argument of the inference engine; a process (how many,
 its command line and environment); a tensor or number of the trainer; what the controller or a worker asks and

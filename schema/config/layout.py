@@ -88,18 +88,14 @@ def policy_layout(config: Config) -> RoleLayout:
     """The policy replicas."""
     mesh = config.policy.parallelism
     shards = None if mesh.dp_shard_size == -1 else mesh.dp_shard_size
-    return RoleLayout(
-        "policy", mesh.n_init_replicas, unit_of(mesh), shards, config.placement.policy, "policy"
-    )
+    return RoleLayout("policy", mesh.n_init_replicas, unit_of(mesh), shards, config.placement.policy, "policy")
 
 
 def rollout_layout(config: Config) -> RoleLayout:
     """The rollout replicas; -1 means one there."""
     mesh = config.rollout.parallelism
     shards = max(1, mesh.dp_shard_size)
-    return RoleLayout(
-        "rollout", mesh.n_init_replicas, unit_of(mesh), shards, config.placement.rollout, "rollout"
-    )
+    return RoleLayout("rollout", mesh.n_init_replicas, unit_of(mesh), shards, config.placement.rollout, "rollout")
 
 
 def reference_layout(config: Config) -> RoleLayout | None:
@@ -110,9 +106,7 @@ def reference_layout(config: Config) -> RoleLayout | None:
 def reference_is_within(config: Config) -> bool:
     """Whether the reference model needs no weights of its own: it is the policy with the adapters it began with."""
     same = config.reference.model_name_or_path in (None, config.policy.model_name_or_path)
-    return (
-        config.has_reference and config.policy.lora is not None and same and reference_layout(config) is None
-    )
+    return config.has_reference and config.policy.lora is not None and same and reference_layout(config) is None
 
 
 def critic_layout(config: Config) -> RoleLayout | None:

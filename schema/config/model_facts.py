@@ -48,9 +48,7 @@ _ALREADY_SCALED = frozenset(
 )
 """Kinds of rotary scaling for which the length in config.json is that after scaling (vLLM 0.32)."""
 _LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
-_CARRYING_LAYERS = frozenset(
-    {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"}
-)
+_CARRYING_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"})
 """Names of layers with a state-space model, a linear attention or a convolution over the row (transformers 5.19)."""
 _CARRYING_KINDS = frozenset(
     {

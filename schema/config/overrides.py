@@ -41,9 +41,7 @@ def refusals(key: str, override: Mapping[str, Any]) -> Iterator[Problem]:
             message = f"{name} is not for override_config to replace"
             yield Problem(f"{key}.{name}", message, value, DECIDED[name])
         elif is_dropout(name) and isinstance(value, int | float) and value > 0:
-            message = (
-                f"{value} would not act: dropout is off in training, else log-probs would be of another model"
-            )
+            message = f"{value} would not act: dropout is off in training, else log-probs would be of another model"
             yield Problem(f"{key}.{name}", message, value, "write 0.0, or leave it out")
 
 

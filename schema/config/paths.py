@@ -51,10 +51,7 @@ def address_fault(name: str, what: str) -> tuple[str, str] | None:
         return message, "write the name on the hub: owner/name"
     command = f": {_COPIES[scheme].format(name)}" if scheme in _COPIES else ""
     places = "data and models may also be names on the Hugging Face hub"
-    return (
-        message,
-        f"copy or mount it where all machines of the job see it, and name that path{command}; {places}",
-    )
+    return (message, f"copy or mount it where all machines of the job see it, and name that path{command}; {places}")
 
 
 def exists(path: Path) -> bool:

@@ -60,17 +60,11 @@ def of_function(function: Any, custom: Collection[str]) -> SignatureFault | None
     return _of_parameters(getattr(function, "__name__", "it"), parameters, custom)
 
 
-def _of_parameters(
-    name: str, parameters: Sequence[Parameter], custom: Collection[str]
-) -> SignatureFault | None:
-    required = [
-        p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+def _of_parameters(name: str, parameters: Sequence[Parameter], custom: Collection[str]) -> SignatureFault | None:
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     names = {p.name for p in required}
     if "completions" in names:
-        message = (
-            "takes lists, as TRL's reward functions do; here a call scores one answer and returns one number"
-        )
+        message = "takes lists, as TRL's reward functions do; here a call scores one answer and returns one number"
         return SignatureFault(message, f"write {SIGNATURE}; columns of the data are in the row")
     if "solution_strs" in names:
         message = "takes lists, as verl's batched compute_score does; here a call scores one answer"
@@ -84,9 +78,7 @@ def _of_parameters(
         found = f"`{positional[0].name}` alone" if positional else "nothing"
         return SignatureFault(f"takes {found}, and is called with two arguments", f"write {SIGNATURE}")
     unfilled = [
-        p.name
-        for p in required
-        if p not in positional[:2] and (p.kind is p.POSITIONAL_ONLY or p.name not in custom)
+        p.name for p in required if p not in positional[:2] and (p.kind is p.POSITIONAL_ONLY or p.name not in custom)
     ]
     if unfilled:
         hint = f'columns are in the row, such as row["{unfilled[0]}"]; keys of [custom] are passed by name'
@@ -100,9 +92,7 @@ def _parameters(arguments: ast.arguments) -> list[Parameter]:
     alone, positional = len(arguments.posonlyargs), [*arguments.posonlyargs, *arguments.args]
     first_default = len(positional) - len(arguments.defaults)
     found = [
-        Parameter(
-            a.arg, _POSITIONAL[index >= alone], default=Parameter.empty if index < first_default else None
-        )
+        Parameter(a.arg, _POSITIONAL[index >= alone], default=Parameter.empty if index < first_default else None)
         for index, a in enumerate(positional)
     ]
     if arguments.vararg is not None:

@@ -21,9 +21,7 @@ SECRET_KEY = re.compile(
 # A scheme is short: without the bound, a long word in front of `://` is looked at from each of its letters.
 _USER = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,31}://)(?P<name>[^/:@\s?#]*:)?[^/\s?#]*@")
 # What a password breaks that has a `/`, `?` or `#` in it: where a port would be is none.
-_BROKEN = re.compile(
-    r"^(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<name>(?!\[)[^/:@\s?#]*:)(?!\d{1,5}(?:[/?#]|$))\S*@"
-)
+_BROKEN = re.compile(r"^(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<name>(?!\[)[^/:@\s?#]*:)(?!\d{1,5}(?:[/?#]|$))\S*@")
 _PARAMETER = re.compile(
     r"(?P<mark>[?&])(?P<name>[A-Za-z0-9_.-]*?(?:token|password|passwd|pwd|secret|key|sig|signature|auth|credential|"
     r"authorization)s?=)[^&#\s]*",

@@ -21,16 +21,7 @@ from urllib.parse import urlsplit
 
 PRIVATE_NETWORKS = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16")
 _PRIVATE = tuple(map(ip_network, (*PRIVATE_NETWORKS, "fc00::/7", "fe80::/10")))
-_PRIVATE_NAMES = (
-    ".local",
-    ".internal",
-    ".intranet",
-    ".private",
-    ".lan",
-    ".home.arpa",
-    ".svc",
-    ".cluster.local",
-)
+_PRIVATE_NAMES = (".local", ".internal", ".intranet", ".private", ".lan", ".home.arpa", ".svc", ".cluster.local")
 _UNSPECIFIED = ("0.0.0.0", "::")  # noqa: S104 - nothing is bound
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _VARIABLES = ("http_proxy", "https_proxy", "all_proxy")

@@ -53,8 +53,7 @@ class StepTable(BaseModel):
     )
 
     source: Sources = Field(
-        default_factory=list,
-        description="Where the prompt of each sample comes from. Empty: there is but one.",
+        default_factory=list, description="Where the prompt of each sample comes from. Empty: there is but one."
     )
 
     @property

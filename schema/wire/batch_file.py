@@ -37,18 +37,13 @@ class Facts(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     job_id: str = Field(max_length=256, pattern=PLAIN)
-    total_steps: int = Field(
-        ge=0, lt=2**53, description="Steps that the job had then: the length of its schedule."
-    )
+    total_steps: int = Field(ge=0, lt=2**53, description="Steps that the job had then: the length of its schedule.")
     ranks: int = Field(ge=1, le=65536, description="Ranks that trained it.")
     settings: str = Field(
-        max_length=64,
-        pattern=PLAIN,
-        description="`schema.config.trained.settings_digest` of its configuration.",
+        max_length=64, pattern=PLAIN, description="`schema.config.trained.settings_digest` of its configuration."
     )
     began_from: str = Field(
-        max_length=4096,
-        description="Checkpoint that the trainer had started from; empty: the configured model.",
+        max_length=4096, description="Checkpoint that the trainer had started from; empty: the configured model."
     )
 
 
@@ -93,9 +88,7 @@ def _spans(steps: Sequence[int]) -> str:
     return " and ".join(" to ".join(map(str, span)) for span in spans)
 
 
-def write(
-    folder: Path, table: StepTable, frames: Sequence[bytes | memoryview], facts: Facts, *, keep: int
-) -> None:
+def write(folder: Path, table: StepTable, frames: Sequence[bytes | memoryview], facts: Facts, *, keep: int) -> None:
     """Keep a batch, and of those before it the newest: `keep` files altogether.
 
     Raises:
@@ -143,9 +136,7 @@ def _facts(data: bytes | memoryview) -> Facts:
     try:
         return Facts.model_validate_json(text)
     except ValidationError as error:
-        raise FrameError(
-            f"what it says of its run is invalid: {describe(error.errors(include_url=False))}"
-        ) from None
+        raise FrameError(f"what it says of its run is invalid: {describe(error.errors(include_url=False))}") from None
 
 
 def _damaged(path: Path, error: FrameError) -> FrameError:

@@ -131,9 +131,7 @@ def brief(report: DataReport) -> str:
     parts = []
     for name, file in report.files.items():
         lengths = file.lengths
-        longest = (
-            f", the longest {file.what} {lengths.longest:,} of {lengths.limit:,} tokens" if lengths else ""
-        )
+        longest = f", the longest {file.what} {lengths.longest:,} of {lengths.limit:,} tokens" if lengths else ""
         parts.append(f"{name}: {_counts(file)}{longest}")
     return "; ".join(parts)
 

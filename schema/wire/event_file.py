@@ -128,9 +128,7 @@ class Course:
         """From the `steps` and `validations` of a summary; empty where it has none that this version can read."""
         try:
             steps = [StepRecord.model_validate(record) for record in summary.get("steps") or []]
-            validations = [
-                ValidationRecord.model_validate(record) for record in summary.get("validations") or []
-            ]
+            validations = [ValidationRecord.model_validate(record) for record in summary.get("validations") or []]
         except ValidationError:
             return cls()
         return cls(steps, validations)

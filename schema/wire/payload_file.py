@@ -99,9 +99,7 @@ def entry_of(metadata: Mapping[str, str]) -> StubEntry | None:
     try:
         entry = StubEntry.model_validate_json(text)
     except ValidationError as error:
-        raise FrameError(
-            f"the stub of a payload is invalid: {describe(error.errors(include_url=False))}"
-        ) from None
+        raise FrameError(f"the stub of a payload is invalid: {describe(error.errors(include_url=False))}") from None
     if FileName.parse(entry.name) is None:
         raise FrameError(f"the stub of a payload names {entry.name!r}, which is not the file of a sample")
     return entry
@@ -134,9 +132,7 @@ def resolve(root: Path | None, frame: bytes | memoryview) -> bytes | memoryview:
     except OSError as error:
         raise FrameError(f"the payload {path} cannot be read: {error.strerror or error}") from None
     if len(data) != entry.n_bytes or not hmac.compare_digest(_hash(data), entry.hash):
-        raise FrameError(
-            f"the payload {path} is damaged: its {len(data)} bytes are not those that were pushed"
-        )
+        raise FrameError(f"the payload {path} is damaged: its {len(data)} bytes are not those that were pushed")
     return data
 
 

@@ -74,10 +74,7 @@ class PromptFile:
             self._file = safe_open(path, framework="numpy")
             self.metadata: dict[str, str] = dict(self._file.metadata() or {})
             names = set(self._file.keys())
-            if (
-                self.metadata.get("format") != FORMAT
-                or not {"token_ids", "offsets", "rows", "row_ends"} <= names
-            ):
+            if self.metadata.get("format") != FORMAT or not {"token_ids", "offsets", "rows", "row_ends"} <= names:
                 raise PromptFileError(f"{path} is not prepared data of format {FORMAT}")
             for name in names & _TYPES.keys():
                 self._check_type(name)

@@ -110,13 +110,11 @@ class SampleHeader(BaseModel):
         description="Why the score is missing: name and last lines of the failure. Never a score of zero.",
     )
     outage: bool = Field(
-        default=False,
-        description="Whether the error is a time-out or a connection error: it may pass by itself.",
+        default=False, description="Whether the error is a time-out or a connection error: it may pass by itself."
     )
     ending: Ending = Field(default="finished", description="How it ended; see `docs/operations.md`.")
     source: Source = Field(
-        default="",
-        description="Where its prompt comes from: `data_source` of its row. Empty: there is but one.",
+        default="", description="Where its prompt comes from: `data_source` of its row. Empty: there is but one."
     )
     baseline: bool = Field(
         default=False,
@@ -143,9 +141,7 @@ class Sample:
     kept_ids: npt.NDArray[np.int32] = field(default_factory=_no_ints)
     held_ids: npt.NDArray[np.int32] = field(default_factory=_no_ints)
     expert_shape: npt.NDArray[np.int32] = field(default_factory=_no_ints)
-    expert_ids: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] = field(
-        default_factory=lambda: np.zeros(0, np.uint8)
-    )
+    expert_ids: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] = field(default_factory=lambda: np.zeros(0, np.uint8))
     expert_weights: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     text: str | None = None
     kept: str | None = None
@@ -252,9 +248,7 @@ def check_sample(sample: Sample) -> None:
         header.newest_version,
     )
     if facts != claims:
-        raise FrameError(
-            f"sample header claims {claims} (tokens, response, segments, versions), found {facts}"
-        )
+        raise FrameError(f"sample header claims {claims} (tokens, response, segments, versions), found {facts}")
     _check_parts(sample.part_positions, sample.part_values, mask)
     _check_kept(sample.kept_counts, sample.kept_ids, sample.token_ids[mask])
     if len(sample.held_ids) and sample.held_ids.min() < 0:
@@ -284,9 +278,7 @@ def _check_parts(
         raise FrameError("positions of parts of the score must rise, and be those of generated tokens")
 
 
-def _check_kept(
-    counts: npt.NDArray[np.int32], ids: npt.NDArray[np.int32], generated: npt.NDArray[np.int32]
-) -> None:
+def _check_kept(counts: npt.NDArray[np.int32], ids: npt.NDArray[np.int32], generated: npt.NDArray[np.int32]) -> None:
     if not len(counts) and not len(ids):
         return
     if len(counts) != len(generated) or counts.min(initial=0) < 0 or counts.sum(dtype=np.int64) != len(ids):

@@ -35,9 +35,7 @@ def parse_url(url: str) -> S3Location:
     Raises `ValueError` saying what is wrong and what to write.
     """
     if not url.startswith(SCHEME):
-        raise ValueError(
-            f"{url} is not the address of a weight store: write a directory, or s3://bucket/prefix"
-        )
+        raise ValueError(f"{url} is not the address of a weight store: write a directory, or s3://bucket/prefix")
     bucket, _, rest = url[len(SCHEME) :].partition("/")
     prefix = rest.removesuffix("/")
     if "@" in bucket:

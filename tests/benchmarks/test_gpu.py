@@ -56,9 +56,7 @@ def test_what_is_missing_is_named_and_costs_no_time(run: Run) -> None:
 
 
 def test_no_section_begins_when_the_time_is_over(tmp_path: Path) -> None:
-    late = Run(
-        argparse.Namespace(device="cpu", tiny=True, out=tmp_path), dict(os.environ), time.monotonic() + 6
-    )
+    late = Run(argparse.Namespace(device="cpu", tiny=True, out=tmp_path), dict(os.environ), time.monotonic() + 6)
     late.section(Section("staging", 60.0, 0.0, (), "would take longer"))
     assert late.rows["staging"][0]["why"] == "no time is left"
 
@@ -73,18 +71,13 @@ def test_every_section_is_sure_of_its_time_within_nine_minutes() -> None:
     ("arguments", "text"),
     [
         (["--only", "trainning"], "--only trainning: no such section; there are quickstart, tests,"),
-        (
-            ["--device", "cuda"],
-            "no GPU that PyTorch can use is here; --device cpu --tiny rehearses without one",
-        ),
+        (["--device", "cuda"], "no GPU that PyTorch can use is here; --device cpu --tiny rehearses without one"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_refused(tmp_path: Path, arguments: list[str], text: str) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.run", "--out", str(tmp_path / "out"), *arguments]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=env, cwd=ROOT
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=env, cwd=ROOT)
     assert done.returncode == 2
     assert text in done.stderr
     assert not (tmp_path / "out").exists()
@@ -95,18 +88,14 @@ TITLES = {section.name: section.title for section in SECTIONS}
 
 def rows(section: str, *found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     cases = [{"section": section, "case": f"case {i}", "status": "ok", **row} for i, row in enumerate(found)]
-    return {
-        section: [*cases, {"section": section, "case": "whole section", "status": "ok", "seconds_s": 12.3}]
-    }
+    return {section: [*cases, {"section": section, "case": "whole section", "status": "ok", "seconds_s": 12.3}]}
 
 
 def test_goals_take_the_last_case_and_of_training_the_best() -> None:
     found = goals(
         rows("training", {"mfu": 0.3}, {"mfu": 0.5}, {"tokens_s": 9.0})
         | rows("logprobs", {"memory_ratio": 0.2, "time_ratio": 1.2}, {"memory_ratio": 0.1, "time_ratio": 1.3})
-        | rows(
-            "publication", {"pause_ms": 900.0, "publication_s": 3.0}, {"pause_ms": 60.0, "publication_s": 0.4}
-        )
+        | rows("publication", {"pause_ms": 900.0, "publication_s": 3.0}, {"pause_ms": 60.0, "publication_s": 0.4})
     )
     assert [(goal["found"], goal["reached"]) for goal in found] == [
         (0.5, True), (0.1, True), (1.3, True), (0.4, True), (60.0, False)
@@ -115,9 +104,7 @@ def test_goals_take_the_last_case_and_of_training_the_best() -> None:
 
 
 def test_the_report_has_a_table_for_each_set_of_figures() -> None:
-    found = rows(
-        "logprobs", {"time_ratio": 1.25, "chunked_gb": 0.123456}, {}, {"status": "wrong", "why": "a\nb"}
-    )
+    found = rows("logprobs", {"time_ratio": 1.25, "chunked_gb": 0.123456}, {}, {"status": "wrong", "why": "a\nb"})
     text = markdown(HERE, "python -m benchmarks.gpu.run", TITLES, found, goals(found))
     assert text.splitlines()[0] == (
         "`python -m benchmarks.gpu.run`, 2026-11-23, a GPU, 16 cores, Python 3.12.3, PyTorch 2.11.0"

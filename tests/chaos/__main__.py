@@ -165,25 +165,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--kills", type=_positive, default=10, help="how many must hit (default: 10)")
     parser.add_argument("--seed", type=int, default=1, help="what all moments and victims are drawn from")
-    parser.add_argument(
-        "--roles", type=_roles, default=ROLES, metavar="A,B", help="default: " + ",".join(ROLES)
-    )
-    parser.add_argument(
-        "--per-job", type=_positive, default=PER_JOB, help=f"kills of a job (default: {PER_JOB})"
-    )
-    parser.add_argument(
-        "--skip", type=int, default=0, metavar="N", help="leave out the first N jobs of the seed"
-    )
+    parser.add_argument("--roles", type=_roles, default=ROLES, metavar="A,B", help="default: " + ",".join(ROLES))
+    parser.add_argument("--per-job", type=_positive, default=PER_JOB, help=f"kills of a job (default: {PER_JOB})")
+    parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N jobs of the seed")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--redis", choices=("embedded", "rediss"), default="embedded")
-    parser.add_argument(
-        "--minutes", type=float, default=90.0, help="start no further job after that (default: 90)"
-    )
+    parser.add_argument("--minutes", type=float, default=90.0, help="start no further job after that (default: 90)")
     parser.add_argument("--keep-going", action="store_true", help="go on after a violation")
     parser.add_argument("--report", type=Path, help="write a Markdown report to this file")
-    parser.add_argument(
-        "--folder", type=Path, help="keep the jobs in this new directory (default: a temporary one)"
-    )
+    parser.add_argument("--folder", type=Path, help="keep the jobs in this new directory (default: a temporary one)")
     return parser
 
 

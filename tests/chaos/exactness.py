@@ -164,9 +164,7 @@ def plan_kills(seed: int, steps: int, victims: Sequence[str] = VICTIMS, n: int =
     chance = random.Random(seed)
     moments = sorted(chance.sample(range(max(steps - 1, n)), n))
     chosen = [victims[seed % len(victims)], *(chance.choice(victims) for _ in range(n - 1))]
-    return [
-        Kill(victim, step, chance.uniform(0.0, 0.5)) for victim, step in zip(chosen, moments, strict=True)
-    ]
+    return [Kill(victim, step, chance.uniform(0.0, 0.5)) for victim, step in zip(chosen, moments, strict=True)]
 
 
 def exact_grpo(folder: Path, model: Path, *, steps: int, freq: int = 2, mode: str = "sync") -> Path:
@@ -175,8 +173,7 @@ def exact_grpo(folder: Path, model: Path, *, steps: int, freq: int = 2, mode: st
     text = config.read_text().replace("seed = 3", EXACT, 1).replace("freq = 4", "freq = 2")
     (folder / "rewards.py").write_text(REWARD)
     text = text.replace(
-        "{ boxed_math = 1.0, format = 0.2 }",
-        '{ "rewards.py:luck" = 1.0 }\nfilter_reward_metric = "rewards.py:luck"',
+        "{ boxed_math = 1.0, format = 0.2 }", '{ "rewards.py:luck" = 1.0 }\nfilter_reward_metric = "rewards.py:luck"'
     )
     config.write_text(text + CHECKPOINTS.format(freq=freq, mode=mode))
     return config

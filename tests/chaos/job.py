@@ -233,9 +233,7 @@ class StruckJob:
             return None
         if strike.stop:
             launcher.send_signal(signal.SIGSTOP)
-            return self._wake_later(
-                strike, f"launcher {launcher.pid}", lambda: launcher.send_signal(signal.SIGCONT)
-            )
+            return self._wake_later(strike, f"launcher {launcher.pid}", lambda: launcher.send_signal(signal.SIGCONT))
         launcher.send_signal(strike.number)
         if strike.number != signal.SIGKILL:  # it ends in order, and takes its time
             self._pause = strike.pause
@@ -276,9 +274,7 @@ class StruckJob:
 
     def _where(self) -> str:
         status = self.watch.status
-        phase = (
-            "no controller was ever reached" if status is None else f"{status.phase} at step {status.step}"
-        )
+        phase = "no controller was ever reached" if status is None else f"{status.phase} at step {status.step}"
         alive = sorted({process.role for process in self.traces.look() if process.role})
         return f"{phase}, alive: {', '.join(alive)}"
 
@@ -294,10 +290,7 @@ class StruckJob:
             self._end_all()
         left = self.traces.left_behind(self.run_dir)
         summary = self._summary()
-        logs = [
-            *(self.run_dir / "logs").glob("policy-?.log"),
-            *(self.run_dir / "logs").glob("policy-?-rank0.log"),
-        ]
+        logs = [*(self.run_dir / "logs").glob("policy-?.log"), *(self.run_dir / "logs").glob("policy-?-rank0.log")]
         each = [log.read_text(errors="replace").splitlines() for log in sorted(logs)]
         events, lives = parse(chain(*each)), []
         if self.plan.policies > 1:  # one that comes back says so, and the others go on

@@ -142,9 +142,7 @@ def _judge_history(final: Sequence[Batch], shape: Shape, dropped: int) -> list[s
         found.append(f"trained, but not of this job: {_names(strange)}")
     missing = sorted(wanted - counts.keys())
     if len(missing) != dropped:
-        found.append(
-            f"{len(missing)} positions were never trained, {dropped} were dropped: {_names(missing)}"
-        )
+        found.append(f"{len(missing)} positions were never trained, {dropped} were dropped: {_names(missing)}")
     for batch in final:
         if batch.samples and batch.step - batch.oldest > shape.bound:
             age = batch.step - batch.oldest
@@ -195,9 +193,7 @@ def _judge_summary(summary: Mapping[str, Any], final: Sequence[Batch], shape: Sh
         if said != true
     ]
     if ledger["max_staleness"] > shape.bound:
-        found.append(
-            f"the ledger admits a staleness of {ledger['max_staleness']}, the bound is {shape.bound}"
-        )
+        found.append(f"the ledger admits a staleness of {ledger['max_staleness']}, the bound is {shape.bound}")
     return found
 
 

@@ -38,12 +38,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FOR_GOOD = float("inf")
 BOOT_SECONDS = 12.0
 """From the start of a job to its first step, about: a strike during the start falls into this time."""
-MOMENTS: tuple[tuple[Moment, int], ...] = (
-    ("after", 4),
-    ("progress", 5),
-    ("checkpoint", 1),
-    ("validation", 1),
-)
+MOMENTS: tuple[tuple[Moment, int], ...] = (("after", 4), ("progress", 5), ("checkpoint", 1), ("validation", 1))
 DELAYS: dict[Moment, float] = {
     "start": BOOT_SECONDS,
     "progress": 3.0,

@@ -34,14 +34,7 @@ def _row(name: str, struck: Sequence[Verdict], role: str | None) -> str:
         for kill in verdict.kills
         if role in (kill.role, None) and kill.recovery is not None and is_single(kill, verdict.kills)
     ]
-    cells = (
-        len(kills),
-        len(struck),
-        whole,
-        _median(waits),
-        _median(single),
-        _seconds(max(waits, default=None)),
-    )
+    cells = (len(kills), len(struck), whole, _median(waits), _median(single), _seconds(max(waits, default=None)))
     return f"| {name} | " + " | ".join(map(str, cells)) + " |"
 
 
@@ -66,9 +59,9 @@ def report(verdicts: Sequence[Verdict], command: str, seconds: float, *, complet
         for verdict in verdicts
         for earlier, later in zip(verdict.kills, verdict.kills[1:], strict=False)
     )
-    violations = [
-        f"- job {verdict.plan.seed}: {text}" for verdict in verdicts for text in verdict.violations
-    ] or ["None."]
+    violations = [f"- job {verdict.plan.seed}: {text}" for verdict in verdicts for text in verdict.violations] or [
+        "None."
+    ]
     parts = [
         "# Chaos report",
         f"`{command}`: {len(kills)} kills in {len(verdicts)} jobs, {seconds / 60:.0f} minutes"

@@ -156,14 +156,7 @@ class ObjectStore:
 
     def start(self) -> None:
         """Start, and wait until it takes connections."""
-        command = [
-            *DIES_TOO,
-            sys.executable,
-            "-m",
-            "tests.chaos.servers",
-            str(self._port),
-            str(self._behind.port),
-        ]
+        command = [*DIES_TOO, sys.executable, "-m", "tests.chaos.servers", str(self._port), str(self._behind.port)]
         self._front = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         until(self._listens, "the front of the object store")
 

@@ -67,9 +67,7 @@ def rows(text: str | None = None) -> list[Row]:
     for line in rest.splitlines()[1:]:
         if not line.startswith("|"):
             break
-        processes, signals, happens, within, code, left = (
-            cell.strip() for cell in line.strip("|").split("|")
-        )
+        processes, signals, happens, within, code, left = (cell.strip() for cell in line.strip("|").split("|"))
         marked = re.match(r"\*\*(.+?)\*\*", happens)
         if marked is None or marked[1] not in OUTCOMES:
             raise ValueError(f"what happens must begin with one of {OUTCOMES} in bold: {line}")
@@ -289,8 +287,7 @@ def jobs(chosen: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     wait longer after each end, are started again at once: so theirs come in between.
     """
     special = {
-        name: [row for row in chosen if row.process.endswith(name)]
-        for name in ("other rank", "engine", "data")
+        name: [row for row in chosen if row.process.endswith(name)] for name in ("other rank", "engine", "data")
     }
     rest = [row for row in chosen if not row.process.endswith(tuple(special))]
     costly = [row for row in rest if row.outcome in COSTLY]
@@ -302,9 +299,7 @@ def jobs(chosen: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     return [(kind, rows) for kind, rows in found if rows]
 
 
-def run(
-    kind: str, chosen: Sequence[Row], folder: Path, model: Path, say: Callable[[Kill], None]
-) -> SignalJob:
+def run(kind: str, chosen: Sequence[Row], folder: Path, model: Path, say: Callable[[Kill], None]) -> SignalJob:
     """One job through its rows."""
     ranks = 2 if any(row.process == "other rank" for row in chosen) else 1
     strikes = tuple(strike(row, "start" if row.process.endswith("data") else "progress") for row in chosen)
@@ -317,9 +312,7 @@ def run(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.chaos.signals", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.signals", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="rows whose process has this in its name")
     parser.add_argument("--signal", default="", help="rows of this signal")
     parser.add_argument("--jobs", type=int, default=100, help="so many jobs at most")
@@ -327,9 +320,7 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the job is ended, too
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a job would inherit what nohup ignores
-    chosen = [
-        row for row in rows() if options.only in row.process and row.number.name.endswith(options.signal)
-    ]
+    chosen = [row for row in rows() if options.only in row.process and row.number.name.endswith(options.signal)]
     folder = options.folder or Path(tempfile.mkdtemp(prefix="signals-"))
     folder.mkdir(exist_ok=True)
     make_model(folder / "model", seed=1)

@@ -11,9 +11,7 @@ from tests.chaos.judge import Batch, Event, Evidence, Resumed, Shape, history, j
 SHAPE = Shape(positions=6, epochs=1, groups_per_step=2, samples_per_group=2, bound=1)
 
 
-def batch(
-    step: int, *positions: int, oldest: int | None = None, timeline: int = 0, samples: int = 4
-) -> Batch:
+def batch(step: int, *positions: int, oldest: int | None = None, timeline: int = 0, samples: int = 4) -> Batch:
     groups = tuple((0, position) for position in positions)
     return Batch(step, timeline, samples, step if oldest is None else oldest, step, groups)
 
@@ -64,9 +62,7 @@ def test_going_back_to_a_checkpoint_is_no_loss() -> None:
 def test_a_trainer_that_was_stopped_does_not_lead_back() -> None:
     """It writes of the batch that it had got when it goes on; then it hears that the others are further."""
     line = "12:00:0{} INFO step {} of timeline 0 trains 4 samples of versions {} to {}: e0-p{}..{}"
-    ahead = [
-        line.format(second, step, step, step, 2 * step, 2 * step + 1) for second, step in enumerate(range(3))
-    ]
+    ahead = [line.format(second, step, step, step, 2 * step, 2 * step + 1) for second, step in enumerate(range(3))]
     stopped = [line.format(9, 1, 1, 1, 2, 3)]
     assert together([ahead, stopped]) == WHOLE
 

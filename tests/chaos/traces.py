@@ -92,15 +92,10 @@ class Traces:
         while (alive := list(self._processes())) and time.monotonic() < give_up:
             time.sleep(0.1)
         found = [f"process {process} outlived the job" for process in alive]
-        found += [
-            f"port {self.sockets[inode]} is listened on"
-            for inode in self.sockets.keys() & _listeners().keys()
-        ]
+        found += [f"port {self.sockets[inode]} is listened on" for inode in self.sockets.keys() & _listeners().keys()]
         found += [f"shared memory {path} was left" for path in sorted(self.shared) if path.exists()]
         found += [f"System V shared memory {key} was left" for key, creator in _ipc() if creator in self.pids]
-        temporary = sorted(
-            path for path in (self.folder / "tmp").iterdir() if not path.name.startswith(CACHES)
-        )
+        temporary = sorted(path for path in (self.folder / "tmp").iterdir() if not path.name.startswith(CACHES))
         found += [f"temporary file {path} was left" for path in temporary]
         return found + [f"{path} was left" for path in strays(run_dir)]
 
@@ -173,9 +168,7 @@ def _shared_memory(pid: int) -> set[Path]:
     except OSError:
         return set()
     return {
-        Path(line[line.index("/dev/shm/") :])
-        for line in lines
-        if "/dev/shm/" in line and "(deleted)" not in line
+        Path(line[line.index("/dev/shm/") :]) for line in lines if "/dev/shm/" in line and "(deleted)" not in line
     }
 
 

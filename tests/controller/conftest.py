@@ -68,9 +68,7 @@ class Stage:
         name = f"run-{len(list(self.directory.iterdir()))}"
         return make_run_dir(self.directory / name, config or make_config(), rows, validation_rows)
 
-    def serve(
-        self, config: Config | None = None, rows: int = 12, validation_rows: int = 3
-    ) -> ServedController:
+    def serve(self, config: Config | None = None, rows: int = 12, validation_rows: int = 3) -> ServedController:
         """A controller in a thread of this process."""
         run_dir = self.run_dir(config, rows, validation_rows)
         return self.stack.enter_context(served_controller(run_dir, self.valkey.url))

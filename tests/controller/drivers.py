@@ -67,9 +67,7 @@ class Trainer:
     name: str = "policy-0"
     reply: m.RegisterReply = field(init=False)
 
-    def register(
-        self, resume_step: int | None = 0, snapshot: m.LedgerSnapshot | None = None
-    ) -> m.RegisterReply:
+    def register(self, resume_step: int | None = 0, snapshot: m.LedgerSnapshot | None = None) -> m.RegisterReply:
         request = m.RegisterRequest(
             request_id=request_id(), role="policy", name=self.name, resume_step=resume_step, snapshot=snapshot
         )

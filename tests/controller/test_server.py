@@ -194,9 +194,7 @@ def test_wrong_environments_are_one_message_each(run_dir: Path, stage: Stage, tm
     assert "config.json cannot be read" in start_fails(ControllerProcess(empty, url))
 
 
-def test_a_redis_that_fails_while_the_job_is_read_is_no_mistake_of_the_user(
-    run_dir: Path, stage: Stage
-) -> None:
+def test_a_redis_that_fails_while_the_job_is_read_is_no_mistake_of_the_user(run_dir: Path, stage: Stage) -> None:
     """Exit code 1: start again. 2 would end the whole job."""
     (run_dir / "job_id").write_text("unreadable")
     with stage.valkey.client() as client:

@@ -89,9 +89,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 
 
 @pytest.mark.parametrize(("keys", "key", "words"), WRITTEN.values(), ids=WRITTEN)
-def test_a_file_with_a_name_of_another_system_is_told_ours(
-    keys: dict[str, Any], key: str, words: list[str]
-) -> None:
+def test_a_file_with_a_name_of_another_system_is_told_ours(keys: dict[str, Any], key: str, words: list[str]) -> None:
     data = nest(keys)
     for section, table in GRPO.items():
         data[section] = {**data[section], **table} if section in data else table
@@ -113,10 +111,7 @@ def test_the_command_line_and_the_controllers_route_install_the_names(tmp_path: 
         assert not forgotten()
         answer = json.loads(cosmos("validate", tmp_path / "job.toml", "--json").stdout)
         written = {problem["key"]: problem["hint"] for problem in answer["problems"]}
-        assert (
-            "verl calls it `actor_rollout_ref.actor.ppo_mini_batch_size`"
-            in written["train.ppo_mini_batch_size"]
-        )
+        assert "verl calls it `actor_rollout_ref.actor.ppo_mini_batch_size`" in written["train.ppo_mini_batch_size"]
         assert not forgotten()
         config.router(object())  # type: ignore[arg-type]  # which keeps it for its routes
         verdict = config._verdict(json.dumps(data).encode())

@@ -116,9 +116,7 @@ def _in_toml(value: Any) -> bool:
 @pytest.mark.scaled
 @pytest.mark.parametrize("system", SYSTEMS)
 @settings(
-    max_examples=examples(6),
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(data=st.data())
 def test_mutated_files_end_in_a_clean_verdict(system: str, data: st.DataObject) -> None:

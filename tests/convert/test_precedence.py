@@ -132,12 +132,7 @@ RECIPES = {
     "GPUs of both on one": (
         STREAMED + "async_training: {require_batches: 1}\nrollout: {nnodes: 1, n_gpus_per_node: 4}\n"
         "trainer: {nnodes: 1, n_gpus_per_node: 2}",
-        {
-            "placement.nodes": 1,
-            "placement.gpus_per_node": 6,
-            "rollout.parallelism.n_init_replicas": 2,
-            SHARD: 2,
-        },
+        {"placement.nodes": 1, "placement.gpus_per_node": 6, "rollout.parallelism.n_init_replicas": 2, SHARD: 2},
     ),
     "one_step_off": (
         SEPARATE + "data: {train_batch_size: 64}\nrollout: {nnodes: 1, n_gpus_per_node: 6}\n"
@@ -192,10 +187,7 @@ trainer: {v1: {trainer_mode: sync, sampler: {max_off_policy_threshold: 8}}}
 """
     found = verl(text)
     assert not found.of(Outcome.UNKNOWN)
-    assert values_of(found, {BOUND: 4, f"{POLICY}.on_policy": False}) == {
-        BOUND: 4,
-        f"{POLICY}.on_policy": False,
-    }
+    assert values_of(found, {BOUND: 4, f"{POLICY}.on_policy": False}) == {BOUND: 4, f"{POLICY}.on_policy": False}
 
 
 CHUNKED = "rollout.enable_chunked_prefill"
@@ -294,11 +286,7 @@ DOMAINS = {
     "the last one gets what is left": ("{math: 0.5, code: 0.4}", {"math": 0.5, "code": 0.5}, True),
     "the last one loses what is too much": ("{a: 0.5, b: 0.3, c: 0.3}", {"a": 0.5, "b": 0.3, "c": 0.2}, True),
     "they add up": ("{math: 0.7, code: 0.3}", {"math": 0.7, "code": 0.3}, False),
-    "they add up but for the last digit": (
-        "{a: 0.3333333, b: 0.6666666}",
-        {"a": 0.3333333, "b": 0.6666666},
-        False,
-    ),
+    "they add up but for the last digit": ("{a: 0.3333333, b: 0.6666666}", {"a": 0.3333333, "b": 0.6666666}, False),
 }
 
 
@@ -328,9 +316,7 @@ def test_frozen_modules_are_named() -> None:
 
 # --- files that leave the rest to others ----------------------------------------------------------------------
 
-VERL_SCRIPT = (
-    "set -x\npython3 -m verl.trainer.main_ppo \\\n  data.train_batch_size=1024 \\\n  trainer.nnodes=1 $@\n"
-)
+VERL_SCRIPT = "set -x\npython3 -m verl.trainer.main_ppo \\\n  data.train_batch_size=1024 \\\n  trainer.nnodes=1 $@\n"
 SCRIPTS = {
     "verl": ("run.sh", VERL_SCRIPT, ["python3 -m verl.trainer.main_ppo", "--cfg job --resolve", "convert"]),
     "verl's recipe": (
@@ -349,9 +335,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize(("name", "text", "words"), SCRIPTS.values(), ids=SCRIPTS)
-def test_a_script_is_refused_with_the_way_to_its_configuration(
-    name: str, text: str, words: list[str]
-) -> None:
+def test_a_script_is_refused_with_the_way_to_its_configuration(name: str, text: str, words: list[str]) -> None:
     (problem,) = refused(convert_text, text, name)
     assert "shell script" in problem.message
     assert all(word in problem.hint for word in words), problem.hint

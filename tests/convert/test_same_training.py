@@ -27,9 +27,7 @@ def _alone(estimator: str, **more: Any) -> dict[str, Any]:
 
 
 def _loss(mode: str, **keys: Any) -> dict[str, Any]:
-    return {f"{_ACTOR}.policy_loss.loss_mode": mode} | {
-        f"{_ACTOR}.{key}": value for key, value in keys.items()
-    }
+    return {f"{_ACTOR}.policy_loss.loss_mode": mode} | {f"{_ACTOR}.{key}": value for key, value in keys.items()}
 
 
 def _optim(**keys: Any) -> dict[str, Any]:
@@ -82,18 +80,10 @@ SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         "verl",
         _loss("cispo", clip_ratio_low=10, clip_ratio_high=0.2, clip_ratio_c=10.0),
-        {
-            f"{_POLICY}.epsilon_low": -1.0,
-            f"{_POLICY}.epsilon_high": 0.2,
-            f"{_POLICY}.lower_bound_ratio": None,
-        },
+        {f"{_POLICY}.epsilon_low": -1.0, f"{_POLICY}.epsilon_high": 0.2, f"{_POLICY}.lower_bound_ratio": None},
     ),
     ("verl", _loss("vanilla", clip_ratio_low=0.99), {f"{_POLICY}.epsilon_low": 0.99}),
-    (
-        "verl",
-        _loss("vanilla", clip_ratio=10),
-        {f"{_POLICY}.epsilon_low": -1.0, f"{_POLICY}.epsilon_high": 10},
-    ),
+    ("verl", _loss("vanilla", clip_ratio=10), {f"{_POLICY}.epsilon_low": -1.0, f"{_POLICY}.epsilon_high": 10}),
     ("verl", _loss("gpg", clip_ratio=0.3), {f"{_POLICY}.epsilon_low": None, f"{_POLICY}.epsilon_high": None}),
     ("roll", {"use_pg_clip_range": True, "pg_clip_low": 10}, {f"{_POLICY}.epsilon_low": -1.0}),
     # how the loss is averaged: a loss of sequences has its own average
@@ -103,11 +93,7 @@ SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     # ratios of the trainer's policy to the rollout's
     ("verl", _theirs(rollout_is="token"), _ours(weights="token", cap=None)),
     ("verl", _theirs(rollout_is="token", rollout_is_threshold=3.0), _ours(weights="token", cap=3.0)),
-    (
-        "verl",
-        _theirs(rollout_is="token", rollout_is_threshold=3.0, bypass_mode=True),
-        _ours(weights=None, cap=None),
-    ),
+    ("verl", _theirs(rollout_is="token", rollout_is_threshold=3.0, bypass_mode=True), _ours(weights=None, cap=None)),
     (
         "verl",
         _theirs(rollout_is="sequence", rollout_is_threshold="0.5_5.0"),
@@ -146,11 +132,7 @@ SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         },
         _critic(3, 128, mini_batch_shuffle=True, loss_type="seq-mean-token-mean", epsilon=1e-8),
     ),
-    (
-        "verl",
-        {"algorithm.adv_estimator": "gae", f"{_ACTOR}.ppo_epochs": 3, "critic.ppo_epochs": 2},
-        _critic(2, 256),
-    ),
+    ("verl", {"algorithm.adv_estimator": "gae", f"{_ACTOR}.ppo_epochs": 3, "critic.ppo_epochs": 2}, _critic(2, 256)),
     (
         "roll",
         {"adv_estimator": "gae", "max_grad_norm": 0.5, "critic.training_args.warmup_steps": 8},
@@ -158,11 +140,7 @@ SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     (
         "roll",
-        {
-            "adv_estimator": "gae",
-            "critic.training_args.warmup_ratio": 0.1,
-            "critic.training_args.warmup_steps": 0,
-        },
+        {"adv_estimator": "gae", "critic.training_args.warmup_ratio": 0.1, "critic.training_args.warmup_steps": 0},
         {"critic.optm_warmup_steps": 0.1, "critic.optm_decay_ratio": 0.9},
     ),
     # gradients are clipped at the pipeline's norm
@@ -182,11 +160,7 @@ SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("verl", _alone("grpo", **{"algorithm.norm_adv_by_std_in_grpo": False}), _RAW_SCORE),
     ("verl", _alone("reinforce_plus_plus_baseline"), _SCORE | {f"{_POLICY}.whiten_advantages": None}),
     ("verl", _alone("remax"), {f"{_POLICY}.advantage_estimator": "remax"}),
-    (
-        "verl",
-        _alone("grpo", **{"algorithm.filter_groups.enable": True}),
-        {f"{_POLICY}.filter_reward_metric": None},
-    ),
+    ("verl", _alone("grpo", **{"algorithm.filter_groups.enable": True}), {f"{_POLICY}.filter_reward_metric": None}),
     # sequences are split over tensor-parallel ranks, if there are any
     ("roll", {f"{_SETTINGS}.sequence_parallel": True}, {f"{_MESH}.sequence_parallel": False}),
     (
@@ -227,9 +201,7 @@ SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("system", "keys", "ours"), SAME)
-def test_what_is_trained_is_what_the_source_says(
-    system: str, keys: dict[str, Any], ours: dict[str, Any]
-) -> None:
+def test_what_is_trained_is_what_the_source_says(system: str, keys: dict[str, Any], ours: dict[str, Any]) -> None:
     found = convert(system, keys)
     assert {key: value_of(found, key) for key in ours} == ours
     assert not found.unsupported

@@ -26,24 +26,18 @@ PLACE = "/var/tmp"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--positions", type=int, default=Plan.positions, help="groups of the data")
     parser.add_argument("--most", type=int, default=Plan.most, help="rollout replicas at the peak")
     parser.add_argument("--seed", type=int, default=0, help="draws whom it hits")
     parser.add_argument("--standby", action="store_true", help="two controllers, of which one stands by")
-    parser.add_argument(
-        "--images", type=Path, help="what `python -m tests.images --keep` has built: roots of pods"
-    )
+    parser.add_argument("--images", type=Path, help="what `python -m tests.images --keep` has built: roots of pods")
     parser.add_argument("--keep", action="store_true", help="leave the folder of pods and volumes")
     parser.add_argument("--out", type=Path, help="a picture")
     options = parser.parse_args()
     missing = [tool for tool in ("ip", "nft", "unshare", "setpriv") if shutil.which(tool) is None]
     if os.geteuid() or missing:
-        parser.error(
-            f"needs root{''.join(f', {tool}' for tool in missing)}: make setup-cluster installs what lacks"
-        )
+        parser.error(f"needs root{''.join(f', {tool}' for tool in missing)}: make setup-cluster installs what lacks")
     folder = Path(tempfile.mkdtemp(prefix="cosmos-drill-", dir=PLACE))
     folder.chmod(0o755)
     began = time.monotonic()

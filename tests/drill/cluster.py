@@ -84,9 +84,7 @@ class Cluster:
         """Looks of the scaler that nobody answered."""
         (config,) = self.of("ConfigMap")
         self.name = str(config["metadata"]["name"]).removesuffix("-config")
-        self.services = {
-            one["metadata"]["name"]: network.new_address("service") for one in self.of("Service")
-        }
+        self.services = {one["metadata"]["name"]: network.new_address("service") for one in self.of("Service")}
         self._serving: dict[str, Pod | None] = dict.fromkeys(self.services)
         self.workloads = [found for one in self.objects if (found := _workload(one)) is not None]
         self._probed = self._synced = 0.0
@@ -178,9 +176,7 @@ class Cluster:
         assert code not in workload.final, f"{pod.name} failed for good: {pod.message}"
         workload.attempt += 1
         assert workload.attempt <= workload.most, f"{pod.name} failed {workload.attempt} times: {pod.message}"
-        self.say(
-            f"{pod.name} failed with code {code} ({pod.message.strip()[:200]}): all of its Job are made anew"
-        )
+        self.say(f"{pod.name} failed with code {code} ({pod.message.strip()[:200]}): all of its Job are made anew")
         for other in self.of_component(workload.component):
             other.leave(float(workload.template["spec"]["terminationGracePeriodSeconds"]))
 
@@ -228,8 +224,7 @@ class Cluster:
         if workload.kind == "StatefulSet":
             name = f"{workload.name}-{number}"
         node = min(
-            self.nodes,
-            key=lambda one: (sum(p.node == one for p in present), sum(p.node == one for p in self.pods)),
+            self.nodes, key=lambda one: (sum(p.node == one for p in present), sum(p.node == one for p in self.pods))
         )
         folder = self.work / "pods" / f"{name}-{len(self.gone) + len(self.pods)}"
         folder.mkdir(parents=True)
@@ -286,9 +281,7 @@ class Cluster:
             found[name].chmod(0o777)
             if "configMap" in volume:
                 (source,) = (
-                    one
-                    for one in self.of("ConfigMap")
-                    if one["metadata"]["name"] == volume["configMap"]["name"]
+                    one for one in self.of("ConfigMap") if one["metadata"]["name"] == volume["configMap"]["name"]
                 )
                 for file, text in source["data"].items():
                     (found[name] / file).write_text(text)
@@ -369,12 +362,8 @@ class Cluster:
         url = httpx.URL(asked["url"])
         at = url.copy_with(host=self.services[url.host.split(".")[0]])
         try:
-            with httpx.Client(
-                transport=httpx.HTTPTransport(local_address=self.network.keda), timeout=2.0
-            ) as http:
-                answer = http.get(
-                    at, headers={"authorization": f"Bearer {token}", "host": url.netloc.decode()}
-                )
+            with httpx.Client(transport=httpx.HTTPTransport(local_address=self.network.keda), timeout=2.0) as http:
+                answer = http.get(at, headers={"authorization": f"Bearer {token}", "host": url.netloc.decode()})
         except httpx.HTTPError:
             return None
         if answer.is_error:

@@ -59,9 +59,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.objects = [
-            one
-            for path in (self.manifests / "base").glob("*.yaml")
-            for one in yaml.safe_load_all(path.read_text())
+            one for path in (self.manifests / "base").glob("*.yaml") for one in yaml.safe_load_all(path.read_text())
         ]
         self.secrets = {one["metadata"]["name"]: one["stringData"] for one in self._of("Secret")}
         (config,) = self._of("ConfigMap")

@@ -23,9 +23,7 @@ import psutil
 from launcher.plan.redis_server import valkey_binary
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = tuple(
-    dict.fromkeys((str(ROOT), os.path.realpath(sys.prefix), sys.base_prefix, str(valkey_binary().parent)))
-)
+CODE = tuple(dict.fromkeys((str(ROOT), os.path.realpath(sys.prefix), sys.base_prefix, str(valkey_binary().parent))))
 """Folders that a container has from this machine, where volumes would hide them."""
 PATH = f"{sys.prefix}/bin:{valkey_binary().parent}:/usr/local/bin:/usr/bin:/bin"
 IMAGE_PATH = "/opt/cosmos/bin:/usr/bin:/bin"

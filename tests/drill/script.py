@@ -132,14 +132,10 @@ class Drill:
     def _is_whole(self) -> bool:
         found = self.scaling()
         pods = self.cluster.of_component("rollout")
-        return (
-            found is not None and found.working >= min(found.desired, len(pods)) >= 1 and not self._missing()
-        )
+        return found is not None and found.working >= min(found.desired, len(pods)) >= 1 and not self._missing()
 
     def _missing(self) -> bool:
-        return any(
-            len(self.cluster.of_component(one.component)) < one.replicas for one in self.cluster.workloads
-        )
+        return any(len(self.cluster.of_component(one.component)) < one.replicas for one in self.cluster.workloads)
 
     # ---- what happens -------------------------------------------------------------------------------------
 
@@ -183,8 +179,7 @@ class Drill:
         starts = pod.starts
         pod.worker().send_signal(signal.SIGSTOP)
         self.until(
-            "the end of a worker that stands still",
-            lambda: pod.starts > starts or pod not in self.cluster.pods,
+            "the end of a worker that stands still", lambda: pod.starts > starts or pod not in self.cluster.pods
         )
 
     def busiest(self) -> str:
@@ -217,9 +212,7 @@ class Drill:
         (rollout, *_), redis = self.cluster.of_component("rollout"), f"{self.cluster.name}-redis"
         port = int(self.cluster.controller.rpartition(":")[2])
         for service, number, opens in ((redis, 6379, False), (f"{self.cluster.name}-controller", port, True)):
-            code = (
-                f"import socket; socket.create_connection(({self.cluster.services[service]!r}, {number}), 2)"
-            )
+            code = f"import socket; socket.create_connection(({self.cluster.services[service]!r}, {number}), 2)"
             line = ["ip", "netns", "exec", rollout.namespace, sys.executable, "-S", "-c", code]
             ended = subprocess.run(line, capture_output=True, check=False)
             if (ended.returncode == 0) is not opens:
@@ -254,8 +247,7 @@ class Drill:
         """Judge the run, then let all pods leave."""
         status = self.until("the controller", lambda: self.ask(api.job()))
         ledger = self.until(
-            "the last leases",
-            lambda: (found := self.ask(api.ledger())) and not found.states["leased"] and found,
+            "the last leases", lambda: (found := self.ask(api.ledger())) and not found.states["leased"] and found
         )
         steps = self.until("the steps", lambda: self.ask(api.steps()))
         summary = {

@@ -54,9 +54,7 @@ def operate(program: Program, action: str) -> None:
 
 def alive(program: Program) -> JobStatus:
     """Display, status, API and metrics name the failures, and say what the job is at."""
-    status = JobStatus.model_validate(
-        json.loads(command("status", program.run_dir, "--json").stdout)["status"]
-    )
+    status = JobStatus.model_validate(json.loads(command("status", program.run_dir, "--json").stdout)["status"])
     assert status.rewards is not None
     (kind,) = status.rewards.failed
     assert kind == "ValueError in reward function flaky"

@@ -160,9 +160,7 @@ def place(tmp_path: Path, model: Path) -> Path:
     (data / "dapo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dapo))
     pq.write_table(pa.Table.from_pylist(theirs), data / "gsm8k" / "train.parquet")
     pq.write_table(pa.Table.from_pylist(theirs[:8]), data / "gsm8k" / "test.parquet")
-    answers = [
-        {**row, "responses": [f"#### {row['reward_model']['ground_truth']}", "no idea"]} for row in theirs
-    ]
+    answers = [{**row, "responses": [f"#### {row['reward_model']['ground_truth']}", "no idea"]} for row in theirs]
     pq.write_table(pa.Table.from_pylist(answers), data / "answers.parquet")
     return tmp_path
 
@@ -258,12 +256,7 @@ def test_roll_rlvr(place: Path) -> None:
     """On a machine without GPUs the devices of the file are left out, which is all there is to change."""
     found = summary(
         convert_and_launch(
-            place,
-            "roll.yaml",
-            ROLL,
-            "placement.policy=[]",
-            "placement.rollout=[]",
-            "placement.gpus_per_node=0",
+            place, "roll.yaml", ROLL, "placement.policy=[]", "placement.rollout=[]", "placement.gpus_per_node=0"
         )
     )
     assert [step["metrics"]["samples"] for step in found["steps"]] == [16] * 3
@@ -273,8 +266,6 @@ def test_roll_rlvr(place: Path) -> None:
 @pytest.mark.soak
 def test_cosmos_rl(place: Path) -> None:
     found = summary(
-        convert_and_launch(
-            place, "cosmos.toml", COSMOS, "rollout.backend=transformers", "rollout.dtype=float32"
-        )
+        convert_and_launch(place, "cosmos.toml", COSMOS, "rollout.backend=transformers", "rollout.dtype=float32")
     )
     assert [step["metrics"]["samples"] for step in found["steps"]] == [16] * 3

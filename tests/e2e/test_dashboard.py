@@ -253,9 +253,7 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, page: Page, dashboard) -> No
     page.keyboard.press("ArrowRight")
     expect(page.locator("article").nth(1).get_by_role("status")).to_contain_text("trainer − engine -0.1")
     page.locator("article summary").first.click()
-    expect(page.locator("article details").first).to_have_text(
-        "69998 more tokens: the rest, beyond the pieces"
-    )
+    expect(page.locator("article details").first).to_have_text("69998 more tokens: the rest, beyond the pieces")
     page.goto(link.partition("#")[0] + "#/samples/validation")
     expect(page.locator("main")).to_contain_text("The first 200 samples; there are more.")
     expect(page.locator(".groups a").last).to_have_text("v1-p99")
@@ -278,10 +276,7 @@ def test_a_killed_run_of_many_steps_with_gaps_is_shown_in_few_points(
     event_file.path_of(runs[-1]).unlink()
     event_file.path_of(runs[-1]).mkdir()
     sizes: dict[str, str] = {}
-    page.on(
-        "response",
-        lambda answer: sizes.update({answer.url: answer.text()} if "/curves" in answer.url else {}),
-    )
+    page.on("response", lambda answer: sizes.update({answer.url: answer.text()} if "/curves" in answer.url else {}))
     page.set_viewport_size({"width": 375, "height": 700})
     link = dashboard(*runs)
     page.goto(link)

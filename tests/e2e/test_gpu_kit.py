@@ -21,21 +21,9 @@ LIKE_A_GPU_MACHINE = ROOT / ".venv-gpu" / "env" / "bin" / "python"
 
 
 def rehearse(python: Path | str, out: Path, *arguments: str) -> dict[str, Any]:
-    command = [
-        str(python),
-        "-m",
-        "benchmarks.gpu.run",
-        "--device",
-        "cpu",
-        "--tiny",
-        "--out",
-        str(out),
-        *arguments,
-    ]
+    command = [str(python), "-m", "benchmarks.gpu.run", "--device", "cpu", "--tiny", "--out", str(out), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, (
-        done.stdout[-6000:] + done.stderr[-3000:] + (out / "gpu.log").read_text()[-3000:]
-    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:] + (out / "gpu.log").read_text()[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -45,9 +33,7 @@ def test_every_section_works_where_a_gpu_would_be(tmp_path: Path) -> None:
     there = LIKE_A_GPU_MACHINE.exists()
     wheels = ["--from-wheels", str(ROOT / ".venv-gpu" / "wheels")] if there else []
     names = [section.name for section in SECTIONS if section.name != "vllm"]
-    found = rehearse(
-        LIKE_A_GPU_MACHINE if there else sys.executable, tmp_path, *wheels, "--only", ",".join(names)
-    )
+    found = rehearse(LIKE_A_GPU_MACHINE if there else sys.executable, tmp_path, *wheels, "--only", ",".join(names))
     if there:
         assert found["machine"]["torch"].startswith("2.11.")
         assert found["machine"]["python"].startswith("3.12.")

@@ -66,9 +66,7 @@ def test_nothing_is_older_than_the_bound(tmp_path: Path, model: Path, engine: st
     AutoTokenizer.from_pretrained(program.run_dir / "final")
 
 
-def test_the_end_of_the_data_ends_a_job_whose_samples_travel_past_the_controller(
-    tmp_path: Path, model: Path
-) -> None:
+def test_the_end_of_the_data_ends_a_job_whose_samples_travel_past_the_controller(tmp_path: Path, model: Path) -> None:
     """10 prompts, 4 groups per step: two full steps and a short one. Every sample goes through a shared directory and
     into the recorded batches, which give the trainer alone the same numbers when that directory is gone.
 

@@ -71,18 +71,12 @@ CHOSEN = {
 def test_whoever_gets_a_signal_nothing_is_lost(tmp_path: Path, model: Path) -> None:
     known = {(row.process, row.number.name): row for row in rows()}
     chosen = [known[pair] for pair in CHOSEN.items()]
-    assert {row.process for row in known.values()} - {
-        "other rank",
-        "keeper of other rank",
-        "engine",
-    } == CHOSEN.keys()
+    assert {row.process for row in known.values()} - {"other rank", "keeper of other rank", "engine"} == CHOSEN.keys()
     signals = [strike(row, "start" if row.process.endswith("data") else "progress") for row in chosen]
     plan = JobPlan(1, 1, (*signals, Strike("store", "progress", 0.0, 0.0, 1.0)), policies=2)
     setting = Setting(rows=200, epochs=1, save_freq=4)
     with ObjectStore() as store:
-        job = SignalJob(
-            plan, setting, tmp_path / "job", model, lambda kill: None, len(plan.strikes), store=store
-        )
+        job = SignalJob(plan, setting, tmp_path / "job", model, lambda kill: None, len(plan.strikes), store=store)
         verdict = job.run()
     assert verdict.violations == [], (tmp_path / "job" / "launcher.log").read_text()[-5000:]
     assert job.tried == chosen
@@ -121,9 +115,7 @@ def dropped_groups(client: Client) -> list[dict[str, Any]]:
     return client.send(call)
 
 
-def test_failing_rewards_are_tried_again_and_poison_is_dropped_with_its_cause(
-    tmp_path: Path, model: Path
-) -> None:
+def test_failing_rewards_are_tried_again_and_poison_is_dropped_with_its_cause(tmp_path: Path, model: Path) -> None:
     # By the bound the first prompts have their end, or their step waits for them, before the last kind is leased.
     kinds = ["hangs", "plain", "exits", "raises", *["plain"] * 36, "kills"]
     config = moody_job(tmp_path, model, kinds, 60)

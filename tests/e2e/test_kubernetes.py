@@ -39,9 +39,7 @@ def rendered(tmp_path: Path, model: Path, engine: str = "transformers", **more: 
     return Cluster(tmp_path, tmp_path / "manifests")
 
 
-def test_pods_of_a_job_live_through_a_drain_and_the_death_of_the_controller(
-    model: Path, tmp_path: Path
-) -> None:
+def test_pods_of_a_job_live_through_a_drain_and_the_death_of_the_controller(model: Path, tmp_path: Path) -> None:
     with rendered(tmp_path, model) as cluster:
         cluster.start_redis()
         policy = cluster.start("policy", **LABELS)

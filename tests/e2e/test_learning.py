@@ -132,14 +132,7 @@ def share(completion: str, row: dict[str, object]) -> float:
 
 def test_a_mixture_of_experts_learns_from_what_vllm_generates(tmp_path: Path) -> None:
     """On-policy: experts that are updated wrongly show as a difference between trainer and engine at once."""
-    make = [
-        sys.executable,
-        str(QUICKSTART / "make_model.py"),
-        "--experts",
-        "4",
-        "--out",
-        str(tmp_path / "model"),
-    ]
+    make = [sys.executable, str(QUICKSTART / "make_model.py"), "--experts", "4", "--out", str(tmp_path / "model")]
     subprocess.run(make, check=True, timeout=PATIENCE)
     (tmp_path / "rewards.py").write_text(LETTERS)
     config = write_config(tmp_path, tmp_path / "model", engine="vllm", steps=25, bound=0, validation=False)

@@ -64,11 +64,7 @@ class Node(Program):
         for process in self.note_processes():
             try:
                 argv, env = process.cmdline(), process.environ()
-                if (
-                    argv[-1:] == ["policy_worker"]
-                    and "COSMOS_PARENT_PID" in env
-                    and env["RANK"] == str(number)
-                ):
+                if argv[-1:] == ["policy_worker"] and "COSMOS_PARENT_PID" in env and env["RANK"] == str(number):
                     return process
             except psutil.Error:
                 continue
@@ -91,9 +87,7 @@ def test_two_machines_train_whoever_dies(shared: Path, model: Path, dies: str) -
                 until(lambda: node.rank(1), "rank 1 on node 1").send_signal(signal.SIGKILL)
                 until(lambda: "policy-0 ended (killed by SIGKILL)" in head.output(), "the head to name it")
                 summary = head.finish()
-                assert summary["restarts"] == {**summary["restarts"], "policy-0": 1, "rollout-0": 0}, (
-                    "it stayed warm"
-                )
+                assert summary["restarts"] == {**summary["restarts"], "policy-0": 1, "rollout-0": 0}, "it stayed warm"
             else:
                 os.kill(node.process.pid, signal.SIGKILL)
                 node.process.wait(PATIENCE)

@@ -47,9 +47,7 @@ def test_the_addition_recipes_run_one_after_the_other(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] / 2
 
     cosmos(tmp_path, "init", "addition-grpo", "-o", "grpo.toml")
-    cosmos(
-        tmp_path, "--config", "grpo.toml", "--set", "train.timestamp=grpo", "--set", "train.max_num_steps=2"
-    )
+    cosmos(tmp_path, "--config", "grpo.toml", "--set", "train.timestamp=grpo", "--set", "train.max_num_steps=2")
     config, summary = only_run(tmp_path, "grpo")
     assert config["policy"]["model_name_or_path"] == str(tmp_path / "outputs" / "addition" / "sft" / "final")
     assert summary["status"]["step"] == 2

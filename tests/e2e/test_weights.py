@@ -33,22 +33,16 @@ def publications(program: Program) -> list[PublicationInfo]:
 
 
 @pytest.mark.parametrize("engine", [pytest.param("transformers", marks=pytest.mark.soak), "vllm"])
-def test_served_weights_are_the_trained_ones_at_every_version(
-    tmp_path: Path, model: Path, engine: str
-) -> None:
+def test_served_weights_are_the_trained_ones_at_every_version(tmp_path: Path, model: Path, engine: str) -> None:
     """On-policy, so that no version is passed over; the engine's own weights are hashed after every update. The
     launcher is killed then, and nothing of the engine outlives it."""
     held_at = 6
-    check_versions(
-        job(tmp_path, model, engine, steps=7, keys="checksum_interval = 1", held_at=held_at), held_at
-    )
+    check_versions(job(tmp_path, model, engine, steps=7, keys="checksum_interval = 1", held_at=held_at), held_at)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", ["tp_size = 2", "tp_size = 1\npp_size = 2"], ids=["tp", "pp"])
-def test_ranks_that_cut_the_model_publish_to_ranks_that_cut_it(
-    tmp_path: Path, model: Path, mesh: str
-) -> None:
+def test_ranks_that_cut_the_model_publish_to_ranks_that_cut_it(tmp_path: Path, model: Path, mesh: str) -> None:
     """The same with a policy of two ranks, next to a vLLM of two that hold parts of each layer. What was published
     is what checkpoints have exported."""
     held_at = 4
@@ -83,9 +77,7 @@ def check_versions(config: Path, held_at: int) -> dict[int, Publication]:
             assert update.checked is True, f"version {version}"
             assert update.mode == ("in_place" if version else "full"), f"version {version}: {update.detail}"
         deltas = [info for info in found if info.publication.kind == "delta"]
-        assert all(info.density and 0 < info.density < 0.2 for info in deltas[1:]), (
-            "something changed, not much"
-        )
+        assert all(info.density and 0 < info.density < 0.2 for info in deltas[1:]), "something changed, not much"
         assert all(info.ratio is not None and info.ratio < 0.5 for info in deltas)
         program.note_processes()
         program.process.kill()

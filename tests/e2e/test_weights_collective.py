@@ -58,9 +58,7 @@ def test_versions_come_from_the_trainer_and_to_a_late_replica_as_anchor_and_delt
         until(lambda: program.pid_of("rollout_worker") != early, "the start of its successor")
 
         def with_weights(_: Client) -> list[PublicationInfo] | None:
-            os.kill(
-                trainer, signal.SIGSTOP
-            )  # its keeper continues it after 30 s, which a slow start may take
+            os.kill(trainer, signal.SIGSTOP)  # its keeper continues it after 30 s, which a slow start may take
             return newest(program, 2)
 
         try:

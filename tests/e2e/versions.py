@@ -28,13 +28,9 @@ CHANGES = {
 """bfloat16 of float32 masters at a learning rate of real work: few of its values change in a step."""
 
 
-def job(
-    folder: Path, model: Path, engine: str = "transformers", *, steps: int, held_at: int, keys: str
-) -> Path:
+def job(folder: Path, model: Path, engine: str = "transformers", *, steps: int, held_at: int, keys: str) -> Path:
     """An on-policy job held at a step, so that no version is passed over. keys: of `[weight_sync]`."""
-    config = write_config(
-        folder, model, engine=engine, bound=0, steps=steps, rows=4 * steps, validation=False
-    )
+    config = write_config(folder, model, engine=engine, bound=0, steps=steps, rows=4 * steps, validation=False)
     text = config.read_text()
     for before, after in CHANGES.items():
         assert before in text

@@ -16,9 +16,7 @@ def summary(steps: int = 5) -> dict:
     """A summary of a run of 10 samples and 300 tokens a step, one step every half second, from t = 1000."""
     metrics = {"sampled": 10.0, "tokens": 300.0, "response_tokens_mean": 30.0, "staleness_mean": 0.5}
     records = [
-        StepRecord(
-            step=i, at=1000 + i / 2, metrics={**metrics, "reward_mean": i / steps, "staleness_max": 1.0}
-        )
+        StepRecord(step=i, at=1000 + i / 2, metrics={**metrics, "reward_mean": i / steps, "staleness_max": 1.0})
         for i in range(steps)
     ]
     status = JobStatus(
@@ -33,12 +31,7 @@ def summary(steps: int = 5) -> dict:
     )
     validations = [
         ValidationRecord(
-            version=version,
-            at=1.0,
-            samples=200,
-            score_mean=score,
-            rewards_mean={},
-            response_tokens_mean=tokens,
+            version=version, at=1.0, samples=200, score_mean=score, rewards_mean={}, response_tokens_mean=tokens
         )
         for version, score, tokens in ((4, 0.9, 31.0), (0, 0.3, 22.0), (2, 0.6, 28.0))
     ]

@@ -46,9 +46,7 @@ PROOFS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PROOFS, help="one role")
     parser.add_argument("--keep", type=Path, help="a folder for what was built (see tests.drill --images)")
     options = parser.parse_args()

@@ -45,9 +45,7 @@ class Image:
         self.context, self.work, self.arguments = context, work, arguments
         parser = DockerfileParser(fileobj=dockerfile.open("rb"))
         self.steps: list[tuple[str, str]] = [
-            (step["instruction"], step["value"])
-            for step in parser.structure
-            if step["instruction"] != "COMMENT"
+            (step["instruction"], step["value"]) for step in parser.structure if step["instruction"] != "COMMENT"
         ]
         self.stages: dict[str, Stage] = {}
         self.last: Stage
@@ -66,9 +64,7 @@ class Image:
         if not clean.exists():
             partial = clean.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
-            run(
-                ["debootstrap", "--variant=minbase", release, str(partial), MIRROR], stdout=subprocess.DEVNULL
-            )
+            run(["debootstrap", "--variant=minbase", release, str(partial), MIRROR], stdout=subprocess.DEVNULL)
             shutil.rmtree(partial / "var/lib/apt/lists")  # Debian's images have none
             partial.rename(clean)
         shutil.rmtree(root, ignore_errors=True)
@@ -156,10 +152,7 @@ class Image:
     def megabytes(self) -> float:
         """Of its file system, without packages that Debian's images delete after each command."""
         said = subprocess.run(
-            ["du", "-smx", "--exclude=cache/apt", str(self.last.root)],
-            capture_output=True,
-            text=True,
-            check=True,
+            ["du", "-smx", "--exclude=cache/apt", str(self.last.root)], capture_output=True, text=True, check=True
         )
         return float(said.stdout.split()[0])
 

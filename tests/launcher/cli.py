@@ -49,9 +49,7 @@ def cosmos(*arguments: object, cwd: Path | None = None, **env: str) -> Answer:
     return Answer(code, *(stream.buffer.getvalue().decode() for stream in (out, err)))  # type: ignore[attr-defined]
 
 
-def cosmos_process(
-    *arguments: object, cwd: Path | None = None, **env: str
-) -> subprocess.CompletedProcess[str]:
+def cosmos_process(*arguments: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own."""
     command = [sys.executable, "-m", "cosmos_launch", *map(str, arguments)]
     return subprocess.run(

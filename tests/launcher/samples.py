@@ -81,9 +81,7 @@ def job_status(**changes: Any) -> JobStatus:
 
 
 def held_out_loss(version: int, loss: float) -> ValidationRecord:
-    return ValidationRecord(
-        version=version, at=1.0, samples=20, loss=loss, accuracy=0.5, response_tokens_mean=30.0
-    )
+    return ValidationRecord(version=version, at=1.0, samples=20, loss=loss, accuracy=0.5, response_tokens_mean=30.0)
 
 
 def validation(version: int, score: float) -> ValidationRecord:

@@ -80,9 +80,7 @@ def test_a_stranger_under_one_of_our_names_is_named(tmp_path: Path, name: str, f
         env={**os.environ, "PYTHONPATH": path}, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert run.returncode == 2, run.stderr
-    assert run.stderr.startswith(
-        f"error: cosmos-launch would import {name!r} from {stranger}, which is not its own"
-    )
+    assert run.stderr.startswith(f"error: cosmos-launch would import {name!r} from {stranger}, which is not its own")
 
 
 def test_output_in_an_encoding_that_lacks_a_character(tmp_path: Path):
@@ -126,11 +124,7 @@ def test_files_of_others_write_nothing_into_the_terminal(tmp_path: Path) -> None
     toml, yaml = tmp_path / f"{EVIL}.toml", tmp_path / f"{EVIL}.yaml"
     toml.write_text(f'"{escaped}" = 1\n[train]\ncompile = "{escaped}"\noutput_dir = "{escaped}"\n')
     yaml.write_text(f'rollout_batch_size: 8\n"{escaped}": "{escaped}"\nadv_estimator: "{escaped}"\n')
-    for arguments in (
-        ["validate", toml],
-        ["--config", toml, "--dry-run"],
-        ["convert", yaml, "--full", "--strict"],
-    ):
+    for arguments in (["validate", toml], ["--config", toml, "--dry-run"], ["convert", yaml, "--full", "--strict"]):
         run = cosmos(*arguments)
         assert run.returncode == 2
         assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(run.stdout + run.stderr), arguments
@@ -141,9 +135,7 @@ def test_every_command_takes_the_same_layers(tmp_path: Path):
     over.write_text("[train]\nseed = 5\nepoch = 2\n")
     env = {"COSMOS_TRAIN__EPOCH": "3", "COSMOS_TRAIN__OUTPUT_DIR": str(tmp_path / "other")}
     run = cosmos("show", base, over, "--changed", "--json", "--set", "train.sync_weight_interval=2", **env)
-    found = {
-        value["key"]: (value["value"], value["origin"], value["where"]) for value in json.loads(run.stdout)
-    }
+    found = {value["key"]: (value["value"], value["origin"], value["where"]) for value in json.loads(run.stdout)}
     assert found["train.seed"] == (5, "file", f"{over}:2:1")
     assert found["train.epoch"] == (3, "environment", "COSMOS_TRAIN__EPOCH")
     assert found["train.sync_weight_interval"] == (2, "set", "--set")

@@ -41,16 +41,11 @@ def test_every_value_names_its_writer(tmp_path: Path) -> None:
     found = shown(loaded)
     assert (found["train.epoch"].origin, found["train.epoch"].where) == ("file", f"{over}:2:1")
     assert found["train.compile"].where == f"{path}:4:1"
-    assert (found["train.optm_lr"].origin, found["train.optm_lr"].where) == (
-        "environment",
-        "COSMOS_TRAIN__OPTM_LR",
-    )
+    assert (found["train.optm_lr"].origin, found["train.optm_lr"].where) == ("environment", "COSMOS_TRAIN__OPTM_LR")
     assert (found["rollout.n_generation"].origin, found["rollout.n_generation"].where) == ("set", "--set")
     assert (found["train.epsilon"].origin, found["train.epsilon"].source) == ("default", "default")
     text = lines(values(loaded))
-    assert any(
-        line.startswith("optm_lr = 1e-05 ") and line.endswith("# COSMOS_TRAIN__OPTM_LR") for line in text
-    )
+    assert any(line.startswith("optm_lr = 1e-05 ") and line.endswith("# COSMOS_TRAIN__OPTM_LR") for line in text)
     assert any(line.startswith("# seed is unset ") for line in text)
 
 
@@ -95,9 +90,7 @@ def test_secrets_are_masked(path: tuple[str, ...], value: Any, expected: Any) ->
 
 def test_no_secret_is_printed(tmp_path: Path) -> None:
     loaded = load(
-        write_job(tmp_path),
-        ["redis.url=redis://u:hunter2@127.0.0.1:1/0"],
-        {"COSMOS_CUSTOM__HF_TOKEN": "hunter2"},
+        write_job(tmp_path), ["redis.url=redis://u:hunter2@127.0.0.1:1/0"], {"COSMOS_CUSTOM__HF_TOKEN": "hunter2"}
     )
     found = values(loaded)
     assert "hunter2" not in "\n".join(lines(found))

@@ -129,9 +129,7 @@ def test_nothing_is_restarted_or_blamed_once_the_job_is_over(code: int, role: Ro
     most=st.floats(10, 100),
     codes=st.lists(st.sampled_from([1, 137, 143, 255]), min_size=10, max_size=20),
 )
-def test_a_streak_never_restarts_more_often_than_allowed(
-    limit: int, backoff: float, most: float, codes: list[int]
-):
+def test_a_streak_never_restarts_more_often_than_allowed(limit: int, backoff: float, most: float, codes: list[int]):
     restarts = Restarts("rollout-0", Role.ROLLOUT, RestartBudget(limit, backoff, most))
     verdicts = []
     for code in codes:
@@ -169,8 +167,7 @@ def test_exit_codes_in_words():
 
 
 @pytest.mark.parametrize(
-    ("code", "crash"),
-    [(0, False), (1, True), (134, True), (139, True), (129, False), (137, False), (143, False)],
+    ("code", "crash"), [(0, False), (1, True), (134, True), (139, True), (129, False), (137, False), (143, False)]
 )
 def test_what_was_killed_from_outside_has_not_crashed(code: int, crash: bool):
     assert is_crash(code) is crash

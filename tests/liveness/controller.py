@@ -121,11 +121,7 @@ def number_of_replicas(config: Config, place: Place) -> list[tuple[float, int]]:
     return changes
 
 
-ELASTIC = {
-    "autoscale.enable": True,
-    "rollout.parallelism.n_init_replicas": 2,
-    "autoscale.scale_down_delay": 100.0,
-}
+ELASTIC = {"autoscale.enable": True, "rollout.parallelism.n_init_replicas": 2, "autoscale.scale_down_delay": 100.0}
 watch(
     number_of_replicas,
     changed(grpo, ELASTIC),
@@ -231,11 +227,7 @@ watch(
 )
 watch(supervised_registration, changed(sft, {"train.max_num_steps": 2}), {"train.max_num_steps": (1, 2)})
 watch(supervised_registration, sft, {"train.epoch": (1, 2), "train.train_batch_per_replica": (8, 4)})
-watch(
-    status,
-    grpo,
-    {"logging.project_name": ("cosmos_rl", "mine"), "logging.experiment_name": ("first", "second")},
-)
+watch(status, grpo, {"logging.project_name": ("cosmos_rl", "mine"), "logging.experiment_name": ("first", "second")})
 watch(lost_after_a_silence, grpo, {"controller.heartbeat_timeout": (15.0, 5.0)})
 watch(life_of_the_lock, grpo, {"controller.lock_timeout": (10.0, 60.0)})
 watch(phase_without_replicas, grpo, {"controller.start_timeout": (600.0, 30.0)})
@@ -541,9 +533,7 @@ watch(
 watch(a_server_without_a_file, grpo, {"controller.require_durable_redis": (False, True)})
 certified = changed(grpo, {"controller.tls_cert": "server.pem", "controller.tls_key": "server.key"})
 watch(
-    encryption,
-    certified,
-    {"controller.tls_ca": ("", "ca.pem"), "controller.tls_cert": ("server.pem", "other.pem")},
+    encryption, certified, {"controller.tls_ca": ("", "ca.pem"), "controller.tls_cert": ("server.pem", "other.pem")}
 )
 watch(
     encryption,

@@ -144,10 +144,7 @@ watch(
     {
         f"{POLICY}.conversation_column_name": ("conversations", "messages"),
         f"{POLICY}.system_prompt": ("", "Be brief."),
-        f"{POLICY}.prompt_column_name": (
-            UNSET,
-            With("question", {f"{POLICY}.response_column_name": "answer"}),
-        ),
+        f"{POLICY}.prompt_column_name": (UNSET, With("question", {f"{POLICY}.response_column_name": "answer"})),
         "policy.model_max_length": (128, 30),
     },
 )
@@ -253,11 +250,7 @@ def _asked_of_the_hub(work: Callable[[], Any]) -> list[tuple[Any, ...]]:
 
 
 hub = changed(from_file, {f"{POLICY}.dataset.name": "owner/questions"})
-watch(
-    asked_of_the_hub,
-    hub,
-    {f"{POLICY}.dataset.subset": ("", "main"), f"{POLICY}.dataset.revision": ("", "v2")},
-)
+watch(asked_of_the_hub, hub, {f"{POLICY}.dataset.subset": ("", "main"), f"{POLICY}.dataset.revision": ("", "v2")})
 watch(
     asked_of_the_hub,
     changed(from_file, {"validation.enable": True, "validation.dataset.name": "owner/questions"}),
@@ -303,10 +296,7 @@ watch(
     answers_that_are_scored,
     answers,
     {
-        f"{DATA}.name": (
-            Made(lambda place: str(_answers(place, 4))),
-            Made(lambda place: str(_answers(place, 2))),
-        ),
+        f"{DATA}.name": (Made(lambda place: str(_answers(place, 4))), Made(lambda place: str(_answers(place, 2)))),
         "evaluation.prompt_column_name": ("prompt", "question"),
         "evaluation.responses_column_name": ("responses", "others"),
         "evaluation.reference_column_name": ("answer", "solution"),
@@ -316,12 +306,7 @@ watch(
 watch(
     answers_that_are_scored,
     lambda place: {"evaluation": {}},
-    {
-        f"{DATA}.files": (
-            Made(lambda place: [str(_answers(place, 4))]),
-            Made(lambda place: [str(_answers(place, 2))]),
-        )
-    },
+    {f"{DATA}.files": (Made(lambda place: [str(_answers(place, 4))]), Made(lambda place: [str(_answers(place, 2))]))},
 )
 watch(
     answers_that_are_scored,
@@ -430,8 +415,6 @@ USER_MODULE = "tabnanny"  # of the standard library, and imported by nobody
 watch(code_that_has_run, from_file, {"policy.external_modules": ([], [USER_MODULE])})
 watch(
     code_that_has_run,
-    changed(
-        from_file, {"policy.tokenizer_name_or_path": Made(lambda place: str(_tokenizer_with_code(place)))}
-    ),
+    changed(from_file, {"policy.tokenizer_name_or_path": Made(lambda place: str(_tokenizer_with_code(place)))}),
     {"policy.trust_remote_code": (False, True)},
 )

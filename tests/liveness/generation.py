@@ -46,9 +46,7 @@ KNOWN = {"swap_space", "enable_prefix_caching"}
 def kept_groups(config: Config, place: Place) -> list[str]:
     """Which of the first groups are kept as text by the replica."""
     keeper = TextKeeper(config, tokenizer(), {"train": config.grpo.reward_weights})
-    nothing = Generation(
-        "", 0, *(np.zeros(0, kind) for kind in (np.int32, np.float32, np.int32, np.int32)), "stop"
-    )
+    nothing = Generation("", 0, *(np.zeros(0, kind) for kind in (np.int32, np.float32, np.int32, np.int32)), "stop")
     groups = [lease(group_id=f"e0-p{position}") for position in range(8)]
     return [group.group_id for group in groups if keeper.text(group, nothing, "", failed=False)]
 
@@ -118,11 +116,7 @@ watch(
     vllm_arguments,
     changed(
         vllm,
-        {
-            "rollout.dtype": "bfloat16",
-            "rollout.parallelism.tp_size": 2,
-            "policy.model_name_or_path": "owner/name",
-        },
+        {"rollout.dtype": "bfloat16", "rollout.parallelism.tp_size": 2, "policy.model_name_or_path": "owner/name"},
     ),
     {
         "rollout.quantization": ("none", "fp8"),
@@ -197,12 +191,7 @@ watch(
 
 def _sampling(settings: Any, config: Config) -> dict[str, Any]:
     return sampling_arguments(
-        settings,
-        seed=1,
-        eos_token_ids={256},
-        prompt_tokens=4,
-        max_model_len=config.engine_max_len,
-        vocabulary=320,
+        settings, seed=1, eos_token_ids={256}, prompt_tokens=4, max_model_len=config.engine_max_len, vocabulary=320
     )
 
 
@@ -307,11 +296,7 @@ watch(engine_requests, grpo, {"rollout.n_generation_to_batch": (False, True)})
 watch(
     groups_wanted,
     changed(grpo, {"rollout.max_concurrent_samples": 64}),
-    {
-        "rollout.batch_size": (1, 4),
-        "rollout.n_generation": (4, 8),
-        "rollout.max_concurrent_samples": (64, 96),
-    },
+    {"rollout.batch_size": (1, 4), "rollout.n_generation": (4, 8), "rollout.max_concurrent_samples": (64, 96)},
 )
 
 
@@ -390,9 +375,7 @@ def process(completion, row):
 
 
 def _reward(name: str) -> dict[str, Any]:
-    return {
-        "train.train_policy.reward_function": Made(lambda place: f"{place.file('own.py', FUNCTIONS)}:{name}")
-    }
+    return {"train.train_policy.reward_function": Made(lambda place: f"{place.file('own.py', FUNCTIONS)}:{name}")}
 
 
 def _scored(config: Config, samples: int) -> list[RewardResult]:
@@ -421,16 +404,10 @@ def reward_processes(config: Config, place: Place) -> int:
 
 watch(reward_of_a_sample, changed(grpo, _reward("paid")), {"custom": ({"bonus": 0.25}, {"bonus": 0.75})})
 watch(reward_of_a_sample, changed(grpo, _reward("slow")), {"reward.timeout": (30.0, 0.1)})
-watch(
-    reward_of_a_sample,
-    changed(grpo, {**_reward("moody"), "reward.num_workers": 1}),
-    {"reward.retries": (0, 1)},
-)
+watch(reward_of_a_sample, changed(grpo, {**_reward("moody"), "reward.num_workers": 1}), {"reward.retries": (0, 1)})
 watch(
     reward_of_a_sample,
     changed(grpo, _reward("told")),
-    {
-        "reward.environment": ([], ["PYTEST_CURRENT_TEST"])
-    },  # a variable that is there, and is not passed unasked
+    {"reward.environment": ([], ["PYTEST_CURRENT_TEST"])},  # a variable that is there, and is not passed unasked
 )
 watch(reward_processes, changed(grpo, _reward("process")), {"reward.num_workers": (1, 2)})

@@ -122,9 +122,7 @@ watch(
     },
 )
 watch(
-    processes,
-    changed(vllm, {"train.ckpt.enable_checkpoint": True}),
-    {"policy.parallelism.n_init_replicas": (1, 2)},
+    processes, changed(vllm, {"train.ckpt.enable_checkpoint": True}), {"policy.parallelism.n_init_replicas": (1, 2)}
 )
 watch(nodes_awaited, changed(vllm, {"train.output_dir": "/shared/runs"}), {"placement.nodes": (1, 3)})
 watch(processes, changed(vllm, {"train.train_policy.kl_beta": 0.1}), {"placement.reference": ([2], [3])})
@@ -180,9 +178,7 @@ encrypted = changed(grpo, {"redis.url": "rediss://named:6380"})
 shown = changed(encrypted, {"redis.tls_cert": "client.pem", "redis.tls_key": "client.key"})
 watch(named_server, encrypted, {"redis.tls_ca": ("", "ca.pem")})
 watch(
-    named_server,
-    shown,
-    {"redis.tls_cert": ("client.pem", "other.pem"), "redis.tls_key": ("client.key", "other.key")},
+    named_server, shown, {"redis.tls_cert": ("client.pem", "other.pem"), "redis.tls_key": ("client.key", "other.key")}
 )
 
 
@@ -207,10 +203,7 @@ watch(
     manifests,
     in_pods,
     {
-        "kubernetes.image": (
-            "registry.example.com/cosmos-launch:1.0",
-            "registry.example.com/cosmos-launch:1.1",
-        ),
+        "kubernetes.image": ("registry.example.com/cosmos-launch:1.0", "registry.example.com/cosmos-launch:1.1"),
         "kubernetes.controller_image": ("", "registry.example.com/controller:1.0"),
         "kubernetes.policy_image": ("", "registry.example.com/policy:1.0"),
         "kubernetes.rollout_image": ("", "registry.example.com/rollout:1.0"),

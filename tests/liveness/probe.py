@@ -109,9 +109,7 @@ class Place:
         from tests.rollout_worker.tiny import random_model
 
         path = self.root / name
-        random_model(seed, vocab_size=259, hidden_size=32, intermediate_size=48, head_dim=8).save_pretrained(
-            path
-        )
+        random_model(seed, vocab_size=259, hidden_size=32, intermediate_size=48, head_dim=8).save_pretrained(path)
         return save_tokenizer(path, PLAIN_TEMPLATE)
 
     @cached_property
@@ -171,9 +169,7 @@ def _made(value: Any, place: Place) -> Any:
 PROBES: list[Probe] = []
 
 
-def watch(
-    observe: Observe, base: Base, values: Mapping[str, tuple[Any, Any]], *, refused: bool = False
-) -> None:
+def watch(observe: Observe, base: Base, values: Mapping[str, tuple[Any, Any]], *, refused: bool = False) -> None:
     """Register probes that share an observation. refused: the checks refuse the second value by name."""
     PROBES.extend(Probe(key, pair, observe, base, refused) for key, pair in values.items())
 
@@ -233,10 +229,7 @@ def sft(place: Place) -> dict[str, Any]:
     data = grpo(place)
     del data["rollout"]
     options = {"n": 24, "demonstrations": True}
-    data["train"]["train_policy"] = {
-        "type": "sft",
-        "dataset": {"name": "synthetic:addition", "options": options},
-    }
+    data["train"]["train_policy"] = {"type": "sft", "dataset": {"name": "synthetic:addition", "options": options}}
     return data
 
 

@@ -108,9 +108,7 @@ def _trainer(config: Config, place: Place) -> Trainer:
     reference = None
     if config.has_reference:  # another model than the policy's, so that there is a KL
         reference = (
-            tiny_model(1)
-            if config.reference.model_name_or_path is None
-            else load_reference(config, tiny_model())
+            tiny_model(1) if config.reference.model_name_or_path is None else load_reference(config, tiny_model())
         )
     model = tiny_model(packed=config.train.sequence_packing)
     critic = None
@@ -136,11 +134,7 @@ def gradient_of_short_and_cut(config: Config, place: Place) -> dict[str, np.ndar
 
 
 def _grpo(
-    config: Config,
-    place: Place,
-    world: int = 1,
-    samples: list[Sample] | None = None,
-    trainer: Trainer | None = None,
+    config: Config, place: Place, world: int = 1, samples: list[Sample] | None = None, trainer: Trainer | None = None
 ) -> tuple[Grpo, dict[str, np.ndarray]]:
     """The algorithm on twelve fixed samples, and where the gradients of its next step will be."""
     trainer = trainer or _trainer(config, place)
@@ -149,10 +143,7 @@ def _grpo(
         trainer.group = copy(place.group)
         trainer.group.sizes = ParallelDims(dp_shard=world)  # this rank's share of the batch of two
     source = BatchSource(
-        place.group,
-        lambda call: encode_step(chosen, step=int(call.path.split("/")[3])),
-        1,
-        config.staleness_bound,
+        place.group, lambda call: encode_step(chosen, step=int(call.path.split("/")[3])), 1, config.staleness_bound
     )
     found: dict[str, np.ndarray] = {}
 
@@ -189,9 +180,7 @@ def gradient_of_half(config: Config, place: Place) -> dict[str, np.ndarray]:
 def step_metrics(config: Config, place: Place) -> dict[str, float]:
     """What a step reports."""
     metrics = train_step(_grpo(config, place)[0], 0)
-    return {
-        name: value for name, value in metrics.items() if name in ("optimizer_steps", "computed_fraction")
-    }
+    return {name: value for name, value in metrics.items() if name in ("optimizer_steps", "computed_fraction")}
 
 
 unclipped = changed(
@@ -458,9 +447,7 @@ watch(
     },
 )
 watch(
-    gradient_of_half,
-    changed(unclipped, {f"{POLICY}.mini_batch": 12}),
-    {f"{POLICY}.balance_dp_token": (False, True)},
+    gradient_of_half, changed(unclipped, {f"{POLICY}.mini_batch": 12}), {f"{POLICY}.balance_dp_token": (False, True)}
 )
 watch(step_metrics, grpo, {"train.metrics_of_all_samples": (False, True)})
 watch(step_metrics, grpo, {f"{POLICY}.mu_iterations": (1, 2), f"{POLICY}.batch_size_per_optimize": (8, 4)})
@@ -522,11 +509,7 @@ def _four_layers(place: Place) -> str:
 
 of_stages = changed(
     grpo,
-    {
-        "policy.parallelism.pp_size": 2,
-        f"{POLICY}.mini_batch": 4,
-        "policy.model_name_or_path": Made(_four_layers),
-    },
+    {"policy.parallelism.pp_size": 2, f"{POLICY}.mini_batch": 4, "policy.model_name_or_path": Made(_four_layers)},
 )
 
 
@@ -567,10 +550,7 @@ watch(
 watch(
     samples_of_passes,
     changed(grpo, {f"{POLICY}.use_decoupled_loss": True, "policy.model_max_length": 24}),
-    {
-        f"{POLICY}.old_log_prob.mini_batch": (2, 3),
-        f"{POLICY}.old_log_prob.max_token_len_per_mini_batch": (24, 48),
-    },
+    {f"{POLICY}.old_log_prob.mini_batch": (2, 3), f"{POLICY}.old_log_prob.max_token_len_per_mini_batch": (24, 48)},
 )
 watch(
     samples_of_passes,
@@ -586,9 +566,7 @@ def short_teacher(place: Place) -> dict[str, Any]:
 
 
 watch(
-    samples_of_passes,
-    short_teacher,
-    {"teacher.mini_batch": (2, 3), "teacher.max_token_len_per_mini_batch": (24, 48)},
+    samples_of_passes, short_teacher, {"teacher.mini_batch": (2, 3), "teacher.max_token_len_per_mini_batch": (24, 48)}
 )
 watch(shape_of_a_micro_batch, grpo, {"train.sequence_packing": (False, True)})
 
@@ -600,9 +578,7 @@ def optimizer_settings(config: Config, place: Place) -> list[dict[str, Any]]:
     names = ("lr", "betas", "eps", "weight_decay", "fused", "foreach", "momentum")
     return [
         {
-            type(optimizer).__name__: {
-                name: group.get(name) for group in optimizer.param_groups for name in names
-            }
+            type(optimizer).__name__: {name: group.get(name) for group in optimizer.param_groups for name in names}
             for optimizer in trained.optimizer.optimizers
         }
         for trained in _trained(config, place)
@@ -838,11 +814,7 @@ watch(implementation_of_experts, changed(grpo, of_experts), {"policy.moe_grouped
 two_shards = {"policy.parallelism.dp_shard_size": 2}
 watch(held_experts, changed(grpo, of_experts | two_shards), {"policy.parallelism.ep_size": (1, 2)})
 two_of_experts = of_experts | two_shards | {"policy.parallelism.ep_size": 2}
-watch(
-    exchanges_of_experts,
-    changed(grpo, two_of_experts),
-    {"policy.moe_token_dispatcher": ("alltoall", "allgather")},
-)
+watch(exchanges_of_experts, changed(grpo, two_of_experts), {"policy.moe_token_dispatcher": ("alltoall", "allgather")})
 
 watch(
     order_of_experts,
@@ -1007,9 +979,7 @@ def _critic_with_code(place: Place) -> Path:
     path = place.tiny_model("own-critic", 3)
     (path / "own_critic.py").write_text(CRITIC_WITH_CODE)
     settings = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(
-        json.dumps(settings | {"auto_map": {"AutoModel": "own_critic.OwnModel"}})
-    )
+    (path / "config.json").write_text(json.dumps(settings | {"auto_map": {"AutoModel": "own_critic.OwnModel"}}))
     return path
 
 
@@ -1043,15 +1013,9 @@ watch(
     changed(with_critic, {"critic.mu_iterations": 3, "critic.batch_size_per_optimize": 4}),
     {"critic.value_clip": (0.5, 0.001), "critic.mini_batch_shuffle": (False, True)},
 )
-watch(
-    gradient,
-    changed(with_critic, {f"{POLICY}.whiten_advantages": False}),
-    {f"{POLICY}.gae_lambda": (1.0, 0.5)},
-)
+watch(gradient, changed(with_critic, {f"{POLICY}.whiten_advantages": False}), {f"{POLICY}.gae_lambda": (1.0, 0.5)})
 watch(step_metrics, with_critic, {"critic.warmup_steps": (0, 1)})
-watch(
-    gradient, with_critic, {"critic.enable": (True, With(False, {f"{POLICY}.advantage_estimator": "grpo"}))}
-)
+watch(gradient, with_critic, {"critic.enable": (True, With(False, {f"{POLICY}.advantage_estimator": "grpo"}))})
 
 
 def samples_of_the_critic(config: Config, place: Place) -> list[tuple[bool, int]]:
@@ -1119,11 +1083,7 @@ def _sharded(model: Backbone, keys: PrecisionKeys, place: Place) -> list[tuple[s
     states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
     groups = [state._fsdp_param_group for state in states]
     return [
-        (
-            str(one.mp_policy.param_dtype),
-            str(one.mp_policy.reduce_dtype),
-            one.post_forward_mesh_info is not None,
-        )
+        (str(one.mp_policy.param_dtype), str(one.mp_policy.reduce_dtype), one.post_forward_mesh_info is not None)
         for one in groups
     ]
 
@@ -1158,10 +1118,7 @@ def _units(model: Backbone, keys: PrecisionKeys, place: Place) -> list[tuple[str
     model = distribute(model, place.group, keys)
     names = {id(module): name for name, module in model.named_modules()}
     states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
-    return [
-        (names[id(state._modules[0])], type(state._fsdp_param_group.offload_policy).__name__)
-        for state in states
-    ]
+    return [(names[id(state._modules[0])], type(state._fsdp_param_group.offload_policy).__name__) for state in states]
 
 
 def units(config: Config, place: Place) -> list[tuple[str, str]]:
@@ -1237,9 +1194,7 @@ for section, observe, job in (("train", units, grpo), ("critic", units_of_the_cr
         },
     )
     owner = "policy" if section == "train" else section
-    again = changed(
-        job, {f"{owner}.model_gradient_checkpointing": True, "policy.model_name_or_path": Made(_experts)}
-    )
+    again = changed(job, {f"{owner}.model_gradient_checkpointing": True, "policy.model_name_or_path": Made(_experts)})
     watch(
         kept_activations,
         again,
@@ -1324,12 +1279,7 @@ def refusals_of_training(config: Config, place: Place) -> list[str]:
     return [problem.render() for rule in TRAINING_RULES for problem in rule(config)]
 
 
-watch(
-    refusals_of_training,
-    in_fp8,
-    {"train.fp8.fp8_recipe": ("dynamic_scaling", "delayed_scaling")},
-    refused=True,
-)
+watch(refusals_of_training, in_fp8, {"train.fp8.fp8_recipe": ("dynamic_scaling", "delayed_scaling")}, refused=True)
 watch(
     refusals_of_training,
     grpo,
@@ -1390,9 +1340,7 @@ def validated_versions(config: Config, place: Place) -> list[int]:
     for name in ("train", "validation"):
         ids = [[3, 4, 5 + row] for row in range(16)]
         write_prompts(folder / f"{name}.safetensors", ids, [{}] * 16, [[0, 1, 1]] * 16)
-    reply = m.RegisterReply.model_construct(
-        mode="sft", data_file=str(folder / "train.safetensors"), total_steps=10
-    )
+    reply = m.RegisterReply.model_construct(mode="sft", data_file=str(folder / "train.safetensors"), total_steps=10)
     algorithm, found = _algorithm(config, reply, _trainer(config, place), None, Alone()), []  # type: ignore[arg-type]
     for step in range(2):
         train_step(algorithm, step)
@@ -1424,9 +1372,7 @@ def _registered(config: Config, place: Place) -> Iterator[tuple[ServedController
     """A real controller of this job, and a policy replica that has registered with it."""
     run_dir = make_run_dir(place.directory() / "run", config)
     with served_controller(run_dir, place.valkey.url) as served:
-        session = Session(
-            Environment(served.url, TOKENS["policy"], "policy-0", None, None), ShutdownRequest(), 1
-        )
+        session = Session(Environment(served.url, TOKENS["policy"], "policy-0", None, None), ShutdownRequest(), 1)
         session.register()
         try:
             yield served, session
@@ -1568,15 +1514,9 @@ watch(
         "train.ckpt.save_freq_in_epoch": (0, 3),
     },
 )
+watch(checkpoints_that_stay, saving, {"train.ckpt.max_keep": (3, -1), "train.ckpt.delete_after_load": (False, True)})
 watch(
-    checkpoints_that_stay,
-    saving,
-    {"train.ckpt.max_keep": (3, -1), "train.ckpt.delete_after_load": (False, True)},
-)
-watch(
-    what_is_read,
-    saving,
-    {"train.ckpt.load_contents": (UNSET, With(["model"], {"train.ckpt.load_schedule": False}))},
+    what_is_read, saving, {"train.ckpt.load_contents": (UNSET, With(["model"], {"train.ckpt.load_schedule": False}))}
 )
 watch(rates_after_resume, saving, {"train.ckpt.load_schedule": (True, False)})
 watch(

@@ -72,9 +72,7 @@ watch(
     },
 )
 watch(
-    places_on_the_hub,
-    saving,
-    {"train.ckpt.upload_hf": (False, With(True, {"train.ckpt.hf_repo_name": "me/model"}))},
+    places_on_the_hub, saving, {"train.ckpt.upload_hf": (False, With(True, {"train.ckpt.hf_repo_name": "me/model"}))}
 )
 watch(
     places_on_the_hub,

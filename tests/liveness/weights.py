@@ -40,9 +40,7 @@ def _publisher(config: Config, place: Place) -> Iterator[tuple[Publisher, Traine
     """The publisher of a trainer of one rank; its registration, and a user of the controller."""
     with staged(config, place, register=False) as stage:
         shutdown = ShutdownRequest()
-        session = Session(
-            Environment(stage.served.url, TOKENS["policy"], "policy-0", None, None), shutdown, 1
-        )
+        session = Session(Environment(stage.served.url, TOKENS["policy"], "policy-0", None, None), shutdown, 1)
         model = tiny_model()
         if config.policy.lora is not None:
             lora.inject(model.lm, config.policy.lora)
@@ -140,13 +138,7 @@ def compared_versions(config: Config, place: Place) -> list[int]:
     compared = []
     for version in range(50):
         publication = Publication(
-            id=version + 1,
-            version=version,
-            timeline=0,
-            uri="v",
-            manifest_hash="m",
-            content_hash="c",
-            n_bytes=1,
+            id=version + 1, version=version, timeline=0, uri="v", manifest_hash="m", content_hash="c", n_bytes=1
         )
         if follower._check_is_due(publication):
             compared.append(version)

@@ -87,9 +87,7 @@ def save_state(
     )
     if exports is not None and group.leads:
         names, files = ExportNames(trainer.model), source_files(exports, trainer.model.lm.config, None)
-        draft = replace(
-            draft, exporter=lambda gather, path: write_export(names, gather, exports, path, files)
-        )
+        draft = replace(draft, exporter=lambda gather, path: write_export(names, gather, exports, path, files))
     return write(draft, group)
 
 

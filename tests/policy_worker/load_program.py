@@ -101,10 +101,7 @@ def compare(trainer: Trainer, config: Config) -> None:
 
 
 def read_whole(
-    auto: type[AutoModel | AutoModelForCausalLM],
-    config: Config,
-    keys: PrecisionKeys,
-    adapters: LoraConfig | None,
+    auto: type[AutoModel | AutoModelForCausalLM], config: Config, keys: PrecisionKeys, adapters: LoraConfig | None
 ) -> PreTrainedModel:
     """What transformers and peft make of the policy's directory."""
     path, master = config.policy.model_name_or_path, DTYPES[keys.master_dtype]

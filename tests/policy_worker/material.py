@@ -10,14 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from policy_worker.checkpoints.export import export_model
 from policy_worker.checkpoints.source_files import source_files
@@ -74,20 +67,13 @@ def tiny_family(
     torch.manual_seed(seed)
     further: dict[str, Any] = {
         "llama": {"attention_bias": True, "mlp_bias": True},
-        "gemma3_text": {
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
-        },
+        "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2)},
         "phi3": {"sliding_window": 5},
         "qwen3_moe": MIXTURE | {"num_experts": 4},
         "ernie4_5_moe": MIXTURE | {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 2},
         "glm4_moe": MIXTURE | {"n_routed_experts": 4, "n_shared_experts": 2, "use_qk_norm": True},
     }
-    shape = TINY | {
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "num_hidden_layers": layers,
-    }
+    shape = TINY | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": layers}
     shape |= {"tie_word_embeddings": tie, "vocab_size": vocabulary}
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape, **further.get(family, {})))
     for name, parameter in lm.named_parameters():  # biases and the weights of norms begin at 0 or 1
@@ -103,9 +89,7 @@ def tiny_experts(seed: int = 0, vocabulary: int = VOCABULARY) -> PreTrainedModel
     return AutoModelForCausalLM.from_config(Qwen3MoeConfig(vocab_size=vocabulary, **TINY, **experts))
 
 
-def tiny_model(
-    seed: int = 0, *, packed: bool = False, recompute: bool = False, layers: int = 2
-) -> PolicyModel:
+def tiny_model(seed: int = 0, *, packed: bool = False, recompute: bool = False, layers: int = 2) -> PolicyModel:
     return prepare_model(PolicyModel(tiny_lm(seed, layers=layers)), packed=packed, recompute=recompute)
 
 
@@ -118,9 +102,7 @@ def tiny_critic(seed: int = 2, *, packed: bool = False, layers: int = 2) -> Valu
     return prepare_model(model, packed=packed, recompute=False)
 
 
-def make_trainer(
-    config: Config, group: RankGroup, model: PolicyModel | None = None, *, layers: int = 2
-) -> Trainer:
+def make_trainer(config: Config, group: RankGroup, model: PolicyModel | None = None, *, layers: int = 2) -> Trainer:
     """A trainer of tiny models, with those that the configuration asks for. layers: of each but a given one."""
     packed = config.train.sequence_packing
     if model is None:
@@ -135,9 +117,7 @@ def make_trainer(
         if config.critic.lora is not None:
             lora.inject(values.lm, config.critic.lora, "critic.lora")
         critic = Critic(values, config, group, Schedule.of_config(config.critic, total_steps=10))
-    teachers = {
-        one.name: tiny_model(seed=2 + i, layers=layers) for i, one in enumerate(config.local_teachers)
-    }
+    teachers = {one.name: tiny_model(seed=2 + i, layers=layers) for i, one in enumerate(config.local_teachers)}
     return Trainer(model, config, group, Schedule(10), reference, critic, teachers)
 
 
@@ -155,9 +135,7 @@ def export_whole(trainer: Trainer, config: Config, target: Path, *, average: boo
     export_model(trainer, config, target, files, average=average)
 
 
-def make_config(
-    grpo: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **sections: Any
-) -> Config:
+def make_config(grpo: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **sections: Any) -> Config:
     """A configuration of a small float32 job on one rank; `grpo` and `train` override its keys.
 
     With "gae" it has a critic, whose optimizer is the policy's.
@@ -184,18 +162,11 @@ def make_config(
     policy = data["train"].setdefault("train_policy", {"type": "grpo", **(grpo or {})})
     if policy.get("advantage_estimator") == "gae":
         critic = {name: data["train"][name] for name in _OF_BOTH}
-        data["critic"] = {
-            "enable": True,
-            "model_gradient_checkpointing": False,
-            **critic,
-            **data.get("critic", {}),
-        }
+        data["critic"] = {"enable": True, "model_gradient_checkpointing": False, **critic, **data.get("critic", {})}
     return Config.model_validate(data)
 
 
-def sft_config(
-    sft: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **sections: Any
-) -> Config:
+def sft_config(sft: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **sections: Any) -> Config:
     return make_config(train={"train_policy": {"type": "sft", **(sft or {})}, **(train or {})}, **sections)
 
 
@@ -284,10 +255,7 @@ def with_experts(samples: Sequence[Sample], mixtures: int, experts: int, per_tok
     found = []
     for number, sample in enumerate(samples):
         prompt = sample.token_ids[: sample.header.prompt_tokens]
-        parts = (
-            drawn(len(prompt), zlib.crc32(prompt.tobytes())),
-            drawn(sample.header.response_tokens - 1, number),
-        )
+        parts = (drawn(len(prompt), zlib.crc32(prompt.tobytes())), drawn(sample.header.response_tokens - 1, number))
         ids, weights = (np.concatenate(part).flatten() for part in zip(*parts, strict=True))
         shape = np.array([mixtures, per_token], np.int32)
         found.append(replace(sample, expert_shape=shape, expert_ids=ids, expert_weights=weights))
@@ -328,9 +296,7 @@ def with_baselines(samples: Sequence[Sample], scores: Sequence[float], group_siz
     for number, score in enumerate(scores):
         found += samples[number * group_size : (number + 1) * group_size]
         found.append(
-            make_sample(
-                group_size, [5, 6], [7 + number] * 30, [-1.0] * 30, score, baseline=True
-            )  # the longest
+            make_sample(group_size, [5, 6], [7 + number] * 30, [-1.0] * 30, score, baseline=True)  # the longest
         )
     return found
 
@@ -355,9 +321,7 @@ def make_table(samples: Sequence[Sample], group_size: int = 4, step: int = 0, ti
         newest_version=[header.newest_version for header in headers],
         finish_reason=[header.finish_reason for header in headers],
         source=[header.source for header in headers] if any(header.source for header in headers) else [],
-        baseline=[header.baseline for header in headers]
-        if any(header.baseline for header in headers)
-        else [],
+        baseline=[header.baseline for header in headers] if any(header.baseline for header in headers) else [],
     )
 
 

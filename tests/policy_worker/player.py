@@ -98,9 +98,7 @@ class Player:
 
     def _update(self, known: Publication | None) -> Publication | None:
         """Load what is newer than `known`; it may be gone as soon as there is something newer still."""
-        newest = self._client.send(
-            api.latest_publication(known.id if known else 0, wait_s=0.0 if known else 1.0)
-        )
+        newest = self._client.send(api.latest_publication(known.id if known else 0, wait_s=0.0 if known else 1.0))
         if newest is None:
             return known
         try:

@@ -135,9 +135,7 @@ class Program:
         if self.session is None:
             return
         with Client(self._url, TOKENS["rollout"]) as client:
-            who = client.send(
-                api.register(m.RegisterRequest(request_id=uuid.uuid4().hex, role="rollout", name="r"))
-            )
+            who = client.send(api.register(m.RegisterRequest(request_id=uuid.uuid4().hex, role="rollout", name="r")))
             newest = client.send(api.latest_publication())
             assert newest is not None
             report = m.UpdateReport(

@@ -89,9 +89,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
     """A hash of the bits of this rank's parts of these tensors, in their order."""
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(
-            local_of(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        )
+        found.update(local_of(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -219,13 +217,9 @@ def _train(group: RankGroup, options: dict[str, Any]) -> Result:
     assert not answers
     assert group.gather(metrics) == [metrics] * group.world
     if "save" in options:
-        save_state(
-            trainer, Path(options["save"]), options.get("save_step", 0), staged=options.get("staged", False)
-        )
+        save_state(trainer, Path(options["save"]), options.get("save_step", 0), staged=options.get("staged", False))
     if "export" in options:
-        export_whole(
-            trainer, config, Path(options["export"]), average="ema_decay" in options.get("train", {})
-        )
+        export_whole(trainer, config, Path(options["export"]), average="ema_decay" in options.get("train", {}))
     weights = dict(hub_tensors(trainer.model.lm))
     published = dict(group.gathering(names_here(trainer.model)).tensors())
     assert all(torch.equal(weights[name], tensor) for name, tensor in published.items())

@@ -18,9 +18,7 @@ from schema.config.sections.teacher import TeacherConfig
 from schema.wire.sample import Sample
 
 
-def token_facts(
-    lm: PreTrainedModel, sample: Sample, temperature: float
-) -> list[tuple[Tensor, Tensor, float]]:
+def token_facts(lm: PreTrainedModel, sample: Sample, temperature: float) -> list[tuple[Tensor, Tensor, float]]:
     """(log-prob, entropy, behaviour log-prob) of each generated token."""
     ids = torch.from_numpy(sample.token_ids.astype("int64"))
     logits = lm(input_ids=ids[None], use_cache=False).logits[0] / temperature
@@ -36,9 +34,7 @@ def token_facts(
 def full_kl(a: PreTrainedModel, b: PreTrainedModel, sample: Sample, temperature: float) -> list[Tensor]:
     """KL(a ‖ b) over the whole vocabulary at each generated token."""
     ids = torch.from_numpy(sample.token_ids.astype("int64"))[None]
-    p, q = (
-        torch.log_softmax(m(input_ids=ids, use_cache=False).logits[0] / temperature, dim=1) for m in (a, b)
-    )
+    p, q = (torch.log_softmax(m(input_ids=ids, use_cache=False).logits[0] / temperature, dim=1) for m in (a, b))
     return [
         sum((p[i - 1, v].exp() * (p[i - 1, v] - q[i - 1, v]) for v in range(p.shape[1])), torch.zeros(()))
         for i in range(1, ids.shape[1])
@@ -104,9 +100,7 @@ def grpo_loss(
     for sample, advantage in chosen:
         facts, counts = told[id(sample)], kept[id(sample)]
         judged = _taught(lm, teachers, sample, temperature, how)
-        losses = [
-            _token_loss(facts, i, advantage + judged[i][0], how) + judged[i][1] for i in range(len(facts))
-        ]
+        losses = [_token_loss(facts, i, advantage + judged[i][0], how) + judged[i][1] for i in range(len(facts))]
         whole = full_kl(lm, frozen, sample, temperature) if how.kl_type == "full" else []
         if how.kl_beta:
             for i, (logprob, _, old) in enumerate(facts):
@@ -114,9 +108,7 @@ def grpo_loss(
                 weight = torch.exp(logprob - start) if how.unbiased_kl_estimate else 1.0
                 kl = whole[i] if whole else _kl(logprob - known[place[id(sample)]][i], how.kl_type)
                 losses[i] = losses[i] + how.kl_beta * weight * kl
-        losses = [
-            loss - how.entropy_coeff * entropy for loss, (_, entropy, _) in zip(losses, facts, strict=True)
-        ]
+        losses = [loss - how.entropy_coeff * entropy for loss, (_, entropy, _) in zip(losses, facts, strict=True)]
         losses = [loss for loss, counted in zip(losses, counts, strict=True) if counted]
         summed = torch.stack(losses).sum()
         if how.variant == "gspo" or how.loss_type == "seq-mean-token-mean":
@@ -201,9 +193,7 @@ def _kl(d: Tensor, kind: str) -> Tensor:
     return {"k1": d, "abs": d.abs(), "k2": d * d / 2, "k3": k3}[kind]
 
 
-def _token_loss(
-    facts: list[tuple[Tensor, Tensor, float]], i: int, advantage: float, how: GrpoConfig
-) -> Tensor:
+def _token_loss(facts: list[tuple[Tensor, Tensor, float]], i: int, advantage: float, how: GrpoConfig) -> Tensor:
     logprob, _, old = facts[i]
     if how.recomputes_old:  # before the first optimizer step: the policy itself
         old = float(logprob.detach())

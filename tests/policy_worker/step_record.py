@@ -46,19 +46,11 @@ Record = dict[str, Any]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "kl in the loss": {"kl_beta": 0.1, "unbiased_kl_estimate": True},
-    "kl over the vocabulary": {
-        "kl_beta": 0.1,
-        "kl_type": "full",
-        "kl_in_reward": {"beta": 0.1, "type": "full"},
-    },
+    "kl over the vocabulary": {"kl_beta": 0.1, "kl_type": "full", "kl_in_reward": {"beta": 0.1, "type": "full"}},
     "kl in the reward, adaptive": {
         "kl_in_reward": {"beta": 0.1, "controller": "adaptive", "target": 1e-4, "horizon": 100}
     },
-    "reset reference": {
-        "kl_beta": 0.1,
-        "reference_reset_interval": 2,
-        "reset_optimizer_with_reference": True,
-    },
+    "reset reference": {"kl_beta": 0.1, "reference_reset_interval": 2, "reset_optimizer_with_reference": True},
     "everything": EVERYTHING | {"mu_iterations": 2, "batch_size_per_optimize": 5, "mini_batch_shuffle": True},
     "masks": {"sample_masks": {"truncated": True, "failed_from_tokens": 6}, "min_filter_prefix_tokens": 2},
     **{f"correction {number}": keys for number, keys in enumerate(CORRECTIONS) if keys},
@@ -80,10 +72,7 @@ def of_one_rank() -> dict[str, Record]:
     losses, aggregations = list(POLICY_LOSSES), ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
     for number, name in enumerate(ESTIMATORS):
         keys = {"advantage_estimator": name, "loss_type": aggregations[number % 3], "gamma": 0.9}
-        cases[f"estimator {name}"] = {
-            "grpo": keys,
-            "greedy": [0.5, 1.0, -0.5] if ESTIMATORS[name].greedy else [],
-        }
+        cases[f"estimator {name}"] = {"grpo": keys, "greedy": [0.5, 1.0, -0.5] if ESTIMATORS[name].greedy else []}
     for number, name in enumerate(losses):
         cases[f"loss {name}"] = {"grpo": {"variant": name, "loss_type": aggregations[number % 3]}}
     cases |= {name: {"grpo": keys} for name, keys in OPTIONS.items()}
@@ -97,11 +86,7 @@ def of_one_rank() -> dict[str, Record]:
     cases["critic"] = critic | {"train": {"ema_decay": 0.9}}
     cases["critic that warms up"] = critic | {"sections": {"critic": {"warmup_steps": 2, "lora": LORA}}}
     cases["experts"] = MIXTURE | {"grpo": EVERYTHING | {"routing_replay": "weights"}}
-    sampling = {
-        "n_generation": 4,
-        "parallelism": {"tp_size": 1},
-        "sampling_config": {"top_k": 20, "min_tokens": 3},
-    }
+    sampling = {"n_generation": 4, "parallelism": {"tp_size": 1}, "sampling_config": {"top_k": 20, "min_tokens": 3}}
     cases["kept sets"] = {"kept_sets": True, "sections": {"rollout": sampling}}
     cases["half"] = {"train": {"param_dtype": "float16", "master_dtype": "float32"}, "scales": [64.0]}
     cases["on the host"] = {"train": {"param_dtype": "bfloat16", "fsdp_gradient_offload": True}}
@@ -131,11 +116,7 @@ def on_ranks(directory: Path, mesh: dict[str, int | bool], cases: dict[str, Reco
         world *= size if name != "sequence" else 1
     prepared = []
     for number, case in enumerate(cases.values()):
-        keys = {
-            "samples": {"n": 9, "n_masked": 1} if not case.get("greedy") else {"n": 12},
-            "steps": STEPS,
-            **case,
-        }
+        keys = {"samples": {"n": 9, "n_masked": 1} if not case.get("greedy") else {"n": 12}, "steps": STEPS, **case}
         keys["grpo"] = GRPO | keys.get("grpo", {})
         keys["sections"] = {"logging": {"sample_groups": 4}, **keys.get("sections", {})}
         prepared.append(keys | {"mesh": mesh, "record": str(directory / f"facts-{number}")})
@@ -178,10 +159,7 @@ def of_replicas(directory: Path) -> dict[str, Record]:
     configs: dict[str, Config] = {kind: reinforced(model, kind, 10) for kind in REINFORCED}
     configs |= {exchange: several(model, steps=30, exchange=exchange) for exchange in ("collective", "store")}
     with running_valkey() as server:
-        return {
-            f"replicas, {name}": _job(directory / name, config, server.url)
-            for name, config in configs.items()
-        }
+        return {f"replicas, {name}": _job(directory / name, config, server.url) for name, config in configs.items()}
 
 
 def _job(directory: Path, config: Config, url: str) -> Record:

@@ -107,11 +107,7 @@ def test_types_and_what_is_there_already(run_dir: Path, tmp_path: Path, export: 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
     told = export(run_dir, tmp_path / "model", "--force", "--json")
     found = json.loads(told.out)
-    assert (found["model"], found["architecture"], found["step"]) == (
-        str(tmp_path / "model"),
-        "Qwen3ForCausalLM",
-        0,
-    )
+    assert (found["model"], found["architecture"], found["step"]) == (str(tmp_path / "model"), "Qwen3ForCausalLM", 0)
     assert Path(found["checkpoint"]).parent == run_dir / "checkpoints"
     assert found["files"] == {path.name: path.stat().st_size for path in (tmp_path / "model").iterdir()}
     assert "100 %" in told.err

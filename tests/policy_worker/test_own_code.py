@@ -47,9 +47,7 @@ def export(config: Config, group: RankGroup, target: Path) -> Trainer:
 
 def test_code_of_a_model_runs_only_where_it_is_trusted(model: Path, caplog: pytest.LogCaptureFixture):
     bring_own_code(model)
-    with pytest.raises(
-        SettingsError, match=r"if you trust that code, write policy\.trust_remote_code = true"
-    ):
+    with pytest.raises(SettingsError, match=r"if you trust that code, write policy\.trust_remote_code = true"):
         load_model(config(model))
     with caplog.at_level(logging.WARNING):
         lm = load_model(config(model, **TRUSTED)).lm

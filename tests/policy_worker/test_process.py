@@ -12,26 +12,12 @@ from policy_worker.errors import SettingsError
 from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
 from tests.support.waiting import PATIENCE
 
-NAMES = (
-    "COSMOS_CONTROLLER_URL",
-    "COSMOS_TOKEN",
-    "COSMOS_REPLICA_NAME",
-    "COSMOS_CPU_THREADS",
-    "COSMOS_PARENT_PID",
-)
+NAMES = ("COSMOS_CONTROLLER_URL", "COSMOS_TOKEN", "COSMOS_REPLICA_NAME", "COSMOS_CPU_THREADS", "COSMOS_PARENT_PID")
 
 
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (
-        *NAMES,
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ):
+    for name in (*NAMES, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 

@@ -93,9 +93,7 @@ def test_a_claim_is_what_a_declaration_carries() -> None:
     history.published(published(4, 3))
     history.heard(9)
     claim = history.claim()
-    request = DeclareRequest(
-        registration=history.registration, name="p", incarnation=1, policy_epoch=5, **claim
-    )
+    request = DeclareRequest(registration=history.registration, name="p", incarnation=1, policy_epoch=5, **claim)
     assert (request.timeline, request.began, request.first, request.steps) == (2, 1, 4, 6)
     assert [publication.id for publication in request.publications] == [4]
     assert request.newest_publication == 9

@@ -90,14 +90,7 @@ def test_a_whole_job(tmp_path: Path, start: Any, world: int):
     assert [record.step for record in steps] == [0, 1, 2, 3]
     for record in steps:
         assert record.metrics["samples"] == 8.0
-        assert {
-            "loss",
-            "grad_norm",
-            "lr",
-            "reward_mean",
-            "reward/right",
-            "publish_seconds",
-        } <= record.metrics.keys()
+        assert {"loss", "grad_norm", "lr", "reward_mean", "reward/right", "publish_seconds"} <= record.metrics.keys()
     assert player.versions == sorted(set(player.versions))
     assert player.versions[-1] == 4
 
@@ -183,9 +176,7 @@ def test_without_a_checkpoint_a_restarted_trainer_says_that_it_cannot_go_on(tmp_
 def test_reinforcement_goes_on_from_its_newest_checkpoint(tmp_path: Path, start: Any):
     checkpoints = {"enable_checkpoint": True, "save_freq": 3, "max_keep": 2}
     job = start(
-        grpo_config(
-            write_model(tmp_path / "model"), 10, {"ckpt": checkpoints}, profiler={"record_batches": 3}
-        )
+        grpo_config(write_model(tmp_path / "model"), 10, {"ckpt": checkpoints}, profiler={"record_batches": 3})
     )
     player = Player(job.controller.url, TOKENS["rollout"], groups=10)
     with player, job.controller.client() as client:
@@ -239,8 +230,7 @@ def test_training_goes_on_while_the_store_fails_and_then_catches_up(tmp_path: Pa
         job.wait_for(lambda: "cannot be written" in (job.status().last_error or ""), "the trouble")
         assert job.status().version == 0
         job.wait_for(
-            lambda: "record_batches: the batch of step 1" in (job.status().last_error or ""),
-            "that trouble too",
+            lambda: "record_batches: the batch of step 1" in (job.status().last_error or ""), "that trouble too"
         )
         batches.unlink()
         store.unlink()
@@ -260,9 +250,7 @@ def test_training_goes_on_while_the_store_fails_and_then_catches_up(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_trainer_leaves_in_time_while_its_store_hangs(
-    tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_trainer_leaves_in_time_while_its_store_hangs(tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch):
     config = grpo_config(write_model(tmp_path / "model"), 60)
     bucket = config.weight_sync.model_copy(update={"store": "s3://weights/job"})
     with running_objects("weights") as objects:
@@ -354,8 +342,7 @@ def test_supervised_training_learns_and_resumes_bit_for_bit(tmp_path: Path, star
     assert list(held_out) == [0, 5, 10, 15, 18]
     assert held_out[18] < 0.5 * held_out[0]
     best = [
-        json.loads((job.run_dir / "checkpoints" / "best.json").read_text())
-        for job in (straight, start_again(broken))
+        json.loads((job.run_dir / "checkpoints" / "best.json").read_text()) for job in (straight, start_again(broken))
     ]
     loss, version = min((loss, version) for version, loss in held_out.items() if version)
     assert [(-one["score"], one["name"]) for one in best] == [(loss, f"step-{version:08d}")] * 2
@@ -394,9 +381,7 @@ def test_settings_that_cannot_work_exit_with_two(start: Any, config: Any, enviro
 
 
 @pytest.mark.slow
-def test_a_model_that_only_the_trainer_can_read_is_judged_before_its_weights_are_loaded(
-    tmp_path: Path, start: Any
-):
+def test_a_model_that_only_the_trainer_can_read_is_judged_before_its_weights_are_loaded(tmp_path: Path, start: Any):
     mesh = {"tp_size": 4, "cp_size": 3, "ep_size": 3}
     policy = {"model_name_or_path": "owner/tiny", "model_revision": "v1", "parallelism": mesh}
     config = make_config(policy=policy, rollout={"backend": "vllm", "parallelism": {"tp_size": 8}})

@@ -130,10 +130,7 @@ def main() -> None:
     try:
         half = group.world // 2
         halves = [dist.new_group(ranks) for ranks in (list(range(half)), list(range(half, group.world)))]
-        shards = [
-            shard(dist.group.WORLD, UNEVEN[group.world]),
-            shard(halves[group.rank // half], UNEVEN[half]),
-        ]
+        shards = [shard(dist.group.WORLD, UNEVEN[group.world]), shard(halves[group.rank // half], UNEVEN[half])]
         generator = torch.Generator().manual_seed(1)
         how = CASES["all"]
         contexts = make_contexts(0, how)

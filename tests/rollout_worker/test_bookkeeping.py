@@ -193,9 +193,7 @@ def test_rates_look_back_ten_seconds_and_idle_counts_from_the_first_lease() -> N
     assert values["idle_fraction"] == pytest.approx(0.25)
     assert [values[f"reward_{name}"] for name in ("attempts", "seconds", "retried")] == [8.0, 4.0, 2.0]
     for second in range(105, 130):
-        values = metrics.read(
-            float(second), stats(61.0, 40 + 10 * (second - 104), 400 + 100 * (second - 104))
-        )
+        values = metrics.read(float(second), stats(61.0, 40 + 10 * (second - 104), 400 + 100 * (second - 104)))
     assert values["samples_per_s"] == pytest.approx(10.0)
     assert values["tokens_per_s"] == pytest.approx(100.0)
     assert values["idle_fraction"] == pytest.approx(1.0 / 29)
@@ -222,14 +220,7 @@ class Inside:
         await asyncio.sleep(0)
         none = np.zeros(0, np.int32)
         return Completion(
-            [5] * 30,
-            np.zeros(30, np.float32),
-            [(0, 0)],
-            "stop",
-            None,
-            none,
-            none,
-            np.zeros((0, 0, 0), np.uint8),
+            [5] * 30, np.zeros(30, np.float32), [(0, 0)], "stop", None, none, none, np.zeros((0, 0, 0), np.uint8)
         )
 
 

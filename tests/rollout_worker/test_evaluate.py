@@ -23,10 +23,7 @@ def picky(completion, row):
 
 
 def write(run_dir: Path, rows: list[dict[str, Any]], reward: Any, **reward_section: Any) -> None:
-    data = {
-        "evaluation": {"dataset": {"name": "x.jsonl"}, "reward_function": reward},
-        "reward": reward_section,
-    }
+    data = {"evaluation": {"dataset": {"name": "x.jsonl"}, "reward_function": reward}, "reward": reward_section}
     (run_dir / "data").mkdir()
     (run_dir / "config.json").write_text(Config.model_validate(data).model_dump_json())
     lines = (json.dumps({"key": f"evaluation/{i}", **row}) for i, row in enumerate(rows, 1))

@@ -221,9 +221,7 @@ def test_a_drained_worker_finishes_what_it_holds_and_leaves(stage: Stage) -> Non
     trainer.begin()
     worker = stage.worker(served.url)
     user = stage.client(served, "user")
-    until(
-        lambda: user.send(api.ledger()).states["leased"] or user.send(api.ledger()).states["ready"], "a lease"
-    )
+    until(lambda: user.send(api.ledger()).states["leased"] or user.send(api.ledger()).states["ready"], "a lease")
     user.send(api.drain(rollout_replica(user).replica_id))
     worker.join()
     ledger = user.send(api.ledger())
@@ -347,10 +345,7 @@ def test_a_second_process_of_the_same_name_takes_over(stage: Stage) -> None:
     ("changes", "error", "words"),
     [
         (
-            {
-                "train__train_policy__reward_function": "/nowhere/r.py:f",
-                "policy__model_name_or_path": "/nowhere",
-            },
+            {"train__train_policy__reward_function": "/nowhere/r.py:f", "policy__model_name_or_path": "/nowhere"},
             RewardConfigError,  # before the engine looks for its model
             "no file",
         ),
@@ -372,9 +367,7 @@ def test_settings_that_cannot_work_are_named(
 def test_a_wrong_token_is_refused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     stage.prepare(stage.config(), PROMPTS)
     served = stage.serve()
-    monkeypatch.setitem(
-        __import__("tests.rollout_worker.stage", fromlist=["TOKENS"]).TOKENS, "rollout", "wrong"
-    )
+    monkeypatch.setitem(__import__("tests.rollout_worker.stage", fromlist=["TOKENS"]).TOKENS, "rollout", "wrong")
     worker = stage.worker(served.url)
     with pytest.raises(Unauthorized):
         worker.join()

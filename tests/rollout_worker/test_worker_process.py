@@ -89,9 +89,7 @@ def test_sigterm_while_no_controller_answers(stage: Stage) -> None:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         worker = stage.worker_process(url)
         with silent.accept()[0]:
-            said = (
-                f"no answer from a controller at {url} (nothing has answered): is COSMOS_CONTROLLER_URL right"
-            )
+            said = f"no answer from a controller at {url} (nothing has answered): is COSMOS_CONTROLLER_URL right"
             until(lambda: said in worker.log.read_text(), "a word about the address")
             assert worker.stop(signal.SIGTERM) == 0, worker.log.read_text()
 
@@ -110,9 +108,7 @@ def test_a_wrong_token_or_address_ends_it_with_the_remedy(stage: Stage) -> None:
 
 
 def test_the_controller_dies_and_comes_back_and_at_last_stays_away(stage: Stage) -> None:
-    config = stage.config(
-        train__train_policy__allowed_outdated_steps=2, controller__controller_lost_timeout=30.0
-    )
+    config = stage.config(train__train_policy__allowed_outdated_steps=2, controller__controller_lost_timeout=30.0)
     stage.prepare(config, PROMPTS)
     controller = stage.process()
     trainer = stage.trainer(controller)
@@ -120,14 +116,10 @@ def test_the_controller_dies_and_comes_back_and_at_last_stays_away(stage: Stage)
     worker = stage.worker_process(controller.url)
     trainer.step(0)
     controller.stop(signal.SIGKILL)
-    with impostor(
-        lambda *_: http(b"", "404 Not Found"), port=int(controller.url.rpartition(":")[2])
-    ) as taken:
+    with impostor(lambda *_: http(b"", "404 Not Found"), port=int(controller.url.rpartition(":")[2])) as taken:
         until(lambda: taken.connections > 2, "attempts at what has taken the port")
     assert b"GET /v1/proof" in taken.received
-    assert not [
-        secret for secret in (TOKENS["rollout"], secret_of("rollout-0")) if secret.encode() in taken.received
-    ]
+    assert not [secret for secret in (TOKENS["rollout"], secret_of("rollout-0")) if secret.encode() in taken.received]
     controller.start()
     for t in range(1, 3):
         trainer.step(t)
@@ -151,9 +143,7 @@ def test_it_leaves_when_its_launcher_is_gone(stage: Stage) -> None:
 def test_it_ends_by_name_where_another_replica_lives_under_its_name(stage: Stage) -> None:
     stage.prepare(stage.config(controller__heartbeat_timeout=5.0), PROMPTS)
     served = stage.serve()
-    holder = Rollout(
-        stage.stack.enter_context(Client(served.url, TOKENS["rollout"], secret=f"holder-{SECRET}"))
-    )
+    holder = Rollout(stage.stack.enter_context(Client(served.url, TOKENS["rollout"], secret=f"holder-{SECRET}")))
     holder.register()
     worker = stage.worker_process(served.url, COSMOS_REPLICA_SECRET=SECRET)
 
@@ -174,19 +164,11 @@ def test_it_ends_by_name_where_another_replica_lives_under_its_name(stage: Stage
         ({"COSMOS_CONTROLLER_URL": "", "COSMOS_TOKEN": "x"}, "COSMOS_CONTROLLER_URL is not set"),
         ({"COSMOS_CONTROLLER_URL": "http://127.0.0.1:1", "COSMOS_TOKEN": ""}, "COSMOS_TOKEN is not set"),
         (
-            {
-                "COSMOS_CONTROLLER_URL": "http://127.0.0.1:1",
-                "COSMOS_TOKEN": "x",
-                "COSMOS_CPU_THREADS": "many",
-            },
+            {"COSMOS_CONTROLLER_URL": "http://127.0.0.1:1", "COSMOS_TOKEN": "x", "COSMOS_CPU_THREADS": "many"},
             "COSMOS_CPU_THREADS = 'many'",
         ),
         (
-            {
-                "COSMOS_CONTROLLER_URL": "http://127.0.0.1:1",
-                "COSMOS_TOKEN": "x",
-                "COSMOS_REPLICA_SECRET": "a" * 40,
-            },
+            {"COSMOS_CONTROLLER_URL": "http://127.0.0.1:1", "COSMOS_TOKEN": "x", "COSMOS_REPLICA_SECRET": "a" * 40},
             "COSMOS_REPLICA_SECRET can be guessed",
         ),
     ],

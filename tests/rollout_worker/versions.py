@@ -41,9 +41,7 @@ class Versions:
 
     def publish(self, model: Any, version: int, *, full: bool = False) -> Publication:
         """One more publication: the first is full, later ones are deltas unless asked otherwise."""
-        tensors = {
-            name: tensor.detach().clone() for name, tensor in HubNames(model, lora=self._lora).tensors()
-        }
+        tensors = {name: tensor.detach().clone() for name, tensor in HubNames(model, lora=self._lora).tensors()}
         full = full or not self._chain
         target = version_name(0, version, "")
         self._id += 1

@@ -112,9 +112,6 @@ def _candidates(annotation: Any) -> Iterator[Any]:
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield {}
     else:
-        yield from {
-            bool: (True, False),
-            int: (1, 2, 7),
-            float: (0.5, 0.25, 2.0),
-            str: ("other", "x.py:f"),
-        }.get(annotation, (1,))
+        yield from {bool: (True, False), int: (1, 2, 7), float: (0.5, 0.25, 2.0), str: ("other", "x.py:f")}.get(
+            annotation, (1,)
+        )

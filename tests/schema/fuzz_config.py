@@ -141,12 +141,7 @@ def fuzz(examples: int, first: int | None = None, report: bool = False) -> Count
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink),
     )
-    @given(
-        base=st.sampled_from(bases()),
-        steps=changes,
-        how=st.sampled_from(sorted(FILES)),
-        at=st.integers(0, 10**6),
-    )
+    @given(base=st.sampled_from(bases()), steps=changes, how=st.sampled_from(sorted(FILES)), at=st.integers(0, 10**6))
     def one(base: dict[str, Any], steps: Any, how: str, at: int) -> None:
         nonlocal reported
         data = mutate(base, steps)
@@ -168,9 +163,7 @@ def fuzz(examples: int, first: int | None = None, report: bool = False) -> Count
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=100_000, help="configurations to try (100,000)")
     parser.add_argument("--seed", type=int, default=None, help="repeat a certain run")
     arguments = parser.parse_args()

@@ -71,9 +71,7 @@ scalars = st.one_of(
 sizes = st.sampled_from([256, 1024, 65_536, 65_537, 2**20, 2**31, 10**18, 2**63, 2**64, 10**300, 1e9, 1e18])
 names = st.one_of(st.text(max_size=6), st.sampled_from(sorted({path[-1] for path in KEYS})))
 values = st.recursive(
-    scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
-    max_leaves=6,
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3), max_leaves=6
 )
 operators = st.sampled_from([
     "drop", "retype", "retype", "retype", "write", "write", "rename", "typo", "nest", "unnest", "repeat", "deep",

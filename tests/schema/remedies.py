@@ -131,8 +131,6 @@ def check_case(case: Case, base: dict[str, Any]) -> Problem:
     for remedy in remedies:
         again = [other.key for other in case.blamed(Config.model_validate(remedy))]
         assert again.count(problem.key) < len(blamed), f"still there after: {problem.hint}"
-        new = [
-            other.render() for other in check_rules(Config.model_validate(remedy)) if other.key not in before
-        ]
+        new = [other.render() for other in check_rules(Config.model_validate(remedy)) if other.key not in before]
         assert not new, f"new after: {problem.hint}"
     return problem

@@ -111,9 +111,7 @@ def fuzz(
     `known`: names of things that exist; they replace what was made up in two of three requests.
     """
     seen: Counter[str] = Counter()
-    operations = [
-        found.ok() for found in schemathesis.openapi.from_dict(document(served)).get_all_operations()
-    ]
+    operations = [found.ok() for found in schemathesis.openapi.from_dict(document(served)).get_all_operations()]
     operations.sort(key=lambda operation: operation.path in ENDS)
     with httpx.Client(base_url=served.url, trust_env=False, timeout=PATIENCE) as http:
         for operation in operations:
@@ -142,8 +140,7 @@ def _fuzz_one(
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(
-        case=operation.as_strategy()
-        | operation.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE),
+        case=operation.as_strategy() | operation.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE),
         substitute=st.integers(0, 2),
     )
     def once(case: Any, substitute: int) -> None:

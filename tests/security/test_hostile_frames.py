@@ -159,9 +159,7 @@ def test_a_damaged_prompt_file_is_refused(tmp_path: Path, changes: dict[str, Any
         PromptFile(_prompts(tmp_path / "damaged", **changes))
 
 
-@pytest.mark.parametrize(
-    "text", [b'{"a":1}[1,2,3]', b'{"a":1}\xff\xff\xff\xff\xff\xff\xff', b'{"a":1}nothing']
-)
+@pytest.mark.parametrize("text", [b'{"a":1}[1,2,3]', b'{"a":1}\xff\xff\xff\xff\xff\xff\xff', b'{"a":1}nothing'])
 def test_a_damaged_row_is_refused(tmp_path: Path, text: bytes) -> None:
     found = PromptFile(_prompts(tmp_path / "p", rows=np.frombuffer(text, np.uint8)))
     assert found.row(0) == {"a": 1}
@@ -214,9 +212,7 @@ def test_a_hostile_manifest_is_refused_even_if_its_hash_is_right(tmp_path: Path)
     assert taken
 
 
-@pytest.mark.parametrize(
-    "shape", [[2**31, 2**31, 2**31], [-2, -3], [0, -1], [2**63], [1] * 10_000, [6, 2**64 // 4]]
-)
+@pytest.mark.parametrize("shape", [[2**31, 2**31, 2**31], [-2, -3], [0, -1], [2**63], [1] * 10_000, [6, 2**64 // 4]])
 def test_an_absurd_shape_is_refused(tmp_path: Path, shape: list[int]) -> None:
     manifest, fetched = published(tmp_path, [("a", torch.ones(2, 3))])
     data = json.loads(manifest.read_text())

@@ -127,9 +127,7 @@ def _connected(process: ControllerProcess, context: ssl.SSLContext) -> ssl.SSLSo
         raise
 
 
-def test_answers_do_not_say_what_serves_them(
-    https_controller: ControllerProcess, certificates: Certificates
-) -> None:
+def test_answers_do_not_say_what_serves_them(https_controller: ControllerProcess, certificates: Certificates) -> None:
     with Client(url_of(https_controller), TOKENS["user"], tls_ca=str(certificates.ca)) as client:
         for path in ("/healthz", "/v1/job", "/no/such/path"):
             headers = client._http.get(path).headers
@@ -192,10 +190,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "the key of another": (lambda c, f: {"tls_key": str(c.client_key)}, "is not the private key of"),
     "a passphrase": (_with_passphrase, "is encrypted"),
     "expired": (_issued(expires=datetime.now(UTC) - timedelta(days=1)), "certificate has expired"),
-    "for another host": (
-        _issued(hosts=("controller.example.org",)),
-        "certificate is not valid for '127.0.0.1'",
-    ),
+    "for another host": (_issued(hosts=("controller.example.org",)), "certificate is not valid for '127.0.0.1'"),
     "the authority of another": (
         lambda c, f: {"tls_ca": str(make_certificates(f / "other").ca)},
         "unable to get local issuer certificate|self-signed certificate|signature failure",
@@ -300,11 +295,7 @@ def test_a_cluster_of_another_authority_gets_no_token(
 def test_addresses_of_the_environment_without_tls_are_warnings(tmp_path: Path) -> None:
     """Only addresses that the job uses count, and only if they lie on another machine or behind a proxy."""
     nowhere = {"AWS_CONFIG_FILE": str(tmp_path / "none")}
-    there = {
-        "AWS_ENDPOINT_URL": "http://store:9000",
-        "HF_ENDPOINT": "http://10.0.0.7",
-        "WANDB_BASE_URL": "http://w",
-    }
+    there = {"AWS_ENDPOINT_URL": "http://store:9000", "HF_ENDPOINT": "http://10.0.0.7", "WANDB_BASE_URL": "http://w"}
 
     def named(environ: dict[str, str], **sections: Any) -> list[str]:
         found = unencrypted_addresses(make_config(**sections), nowhere | environ)
@@ -323,15 +314,11 @@ def test_addresses_of_the_environment_without_tls_are_warnings(tmp_path: Path) -
     here, proxy = {"HF_ENDPOINT": "http://127.0.0.1:9000"}, {"all_proxy": "http://proxy:3128"}
     assert named({**here, **proxy}) == []
     assert "the proxy proxy:3128 of all_proxy" in said({"HF_ENDPOINT": "http://hub.example.com", **proxy})
-    assert "the proxy" not in said(
-        {"HF_ENDPOINT": "http://hub.example.com", **proxy, "no_proxy": "example.com"}
-    )
+    assert "the proxy" not in said({"HF_ENDPOINT": "http://hub.example.com", **proxy, "no_proxy": "example.com"})
     assert named({"HF_ENDPOINT": "https://h", **proxy}) == []
     bare = {"AWS_ENDPOINT_URL": "http://store.example.com", **proxy}
     assert "the proxy" not in said(bare, **bucket), "boto3 does not read it"
-    (tmp_path / "config").write_text(
-        "[default]\nregion = x\n[profile far]\nendpoint_url = http://store:9000\n"
-    )
+    (tmp_path / "config").write_text("[default]\nregion = x\n[profile far]\nendpoint_url = http://store:9000\n")
     profiles = {"AWS_CONFIG_FILE": str(tmp_path / "config")}
     assert named(profiles, **bucket) == []
     assert named({**profiles, "AWS_PROFILE": "far"}, **bucket) == ["endpoint_url"]
@@ -349,9 +336,7 @@ def test_an_unverified_redis_is_a_warning_and_a_broken_address_a_problem() -> No
     assert warned("rediss://h:1?ssl_check_hostname=False")
     assert not warned("rediss://h:1?ssl_cert_reqs=required&db=1")
     for url in ("rediss://[h:1", "redis://h:port", "redis://me:planted/secret@h:1"):
-        (found,) = [
-            problem for problem in check_rules(make_config(redis={"url": url})) if problem.key == "redis.url"
-        ]
+        (found,) = [problem for problem in check_rules(make_config(redis={"url": url})) if problem.key == "redis.url"]
         assert "planted" not in found.render()
 
 
@@ -360,9 +345,7 @@ def test_an_unverified_redis_is_a_warning_and_a_broken_address_a_problem() -> No
 
 def test_workers_learn_whom_to_trust_and_others_do_not(certificates: Certificates) -> None:
     tokens = RunTokens.fresh()
-    given = {
-        role: environment(role, tokens, "https://h:1", "unix:///s", "", str(certificates.ca)) for role in Role
-    }
+    given = {role: environment(role, tokens, "https://h:1", "unix:///s", "", str(certificates.ca)) for role in Role}
     trusting = {role for role in Role if "COSMOS_TLS_CA" in given[role]}
     assert trusting == {Role.ROLLOUT, Role.POLICY}
     assert all(given[role]["COSMOS_TLS_CA"] == str(certificates.ca) for role in trusting)

@@ -72,9 +72,7 @@ def suspects() -> list[tuple[str, ast.Module]]:
         for path in sorted((ROOT / package).rglob("*.py"))
     }
     assert len(texts) > 300
-    return [
-        (str(path.relative_to(ROOT)), ast.parse(text)) for path, text in texts.items() if SUSPECT.search(text)
-    ]
+    return [(str(path.relative_to(ROOT)), ast.parse(text)) for path, text in texts.items() if SUSPECT.search(text)]
 
 
 def name_of(node: ast.expr) -> str:

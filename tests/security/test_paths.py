@@ -86,9 +86,7 @@ def test_names_in_publications_and_manifests(store: DirectoryStore) -> None:
 # ---- checkpoints ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["..", "../x", "/etc/passwd", "a/../b", "./a", "a//b", "a\0b", "", "export/../../x"]
-)
+@pytest.mark.parametrize("name", ["..", "../x", "/etc/passwd", "a/../b", "./a", "a//b", "a\0b", "", "export/../../x"])
 def test_files_of_a_checkpoint_lie_below_it(name: str) -> None:
     facts = {"bytes": 1, "hash": "0" * 32}
     body = {

@@ -75,9 +75,7 @@ def test_with_everything_right_nothing_is_said(guarded_redis: GuardedRedis) -> N
 
 def test_a_user_of_the_servers_own_list_comes_in_by_the_address(guarded_redis: GuardedRedis) -> None:
     address = guarded_redis.url.replace("//", f"//default:{PASSWORD}@")
-    server = named(
-        RedisConfig(url=address, **guarded_redis.files()), {"COSMOS_REDIS_PASSWORD": "not this one"}
-    )
+    server = named(RedisConfig(url=address, **guarded_redis.files()), {"COSMOS_REDIS_PASSWORD": "not this one"})
     assert server is not None
     assert check(server, require_durable=True) == []
 
@@ -116,8 +114,6 @@ def test_the_address_carries_the_files_whoever_names_the_server(tmp_path: Path) 
     assert address(COSMOS_REDIS_URL="unix:///s") == "unix:///s"
 
 
-def test_files_are_found_from_wherever_the_controller_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_files_are_found_from_wherever_the_controller_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert str(tmp_path).replace("/", "%2F") in RedisConfig(tls_ca="ca.pem").address("rediss://h:1")

@@ -107,9 +107,7 @@ def test_every_route_is_in_the_table_of_roles(app: FastAPI) -> None:
         pattern = re.compile(re.sub(r"\\\{[^}]+\\\}", "[^/?]+", re.escape(template)) + r"(\?.*)?")
         return any(rule == method and pattern.fullmatch(path) for rule, path, _ in RULES)
 
-    unlisted = [
-        (method, path) for method, path in sorted(there) if path not in OPEN and not listed(method, path)
-    ]
+    unlisted = [(method, path) for method, path in sorted(there) if path not in OPEN and not listed(method, path)]
     assert unlisted == [], "say in tests/controller/api/test_auth.py which roles may call these"
 
 
@@ -119,9 +117,7 @@ def test_no_route_hides_from_the_document(app: FastAPI) -> None:
     assert hidden == set()
 
 
-@pytest.mark.parametrize(
-    "path", ["/no/such/path", "/docs", "/openapi.json", "/v1/steps/no-number/batch", "/static/"]
-)
+@pytest.mark.parametrize("path", ["/no/such/path", "/docs", "/openapi.json", "/v1/steps/no-number/batch", "/static/"])
 def test_without_a_token_nobody_learns_which_paths_there_are(http: httpx.Client, path: str) -> None:
     for method in ("GET", "POST", "PUT", "PATCH", "OPTIONS", "TRACE", "HEAD"):
         answer = http.request(method, path)
@@ -248,8 +244,7 @@ def test_deep_nesting_is_422(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "number",
-    ["1e400", "-1e400", "NaN", "Infinity", "9" * 5000, "1" * 400, "-0", "1.0", "true", '"1"', "9e307"],
+    "number", ["1e400", "-1e400", "NaN", "Infinity", "9" * 5000, "1" * 400, "-0", "1.0", "true", '"1"', "9e307"]
 )
 def test_odd_numbers_are_refused_by_name(http: httpx.Client, number: str) -> None:
     body = (
@@ -267,10 +262,7 @@ def test_numbers_in_addresses_are_refused_too(http: httpx.Client) -> None:
     for number in ("9" * 5000, "-1", "1e9", "0x1", "NaN", "%00", "１", " 1"):
         for path in (f"/v1/steps/{number}/batch?policy_epoch=1", f"/v1/checkpoints/{number}/ledger"):
             assert http.get(path, headers=bearer("policy")).status_code in (404, 409, 422)
-        assert http.get("/v1/steps", params={"since": number}, headers=bearer("user")).status_code in (
-            200,
-            422,
-        )
+        assert http.get("/v1/steps", params={"since": number}, headers=bearer("user")).status_code in (200, 422)
 
 
 @pytest.mark.parametrize(

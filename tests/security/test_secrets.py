@@ -94,9 +94,7 @@ def test_nothing_of_it_is_written_to_the_run_directory(tmp_path: Path) -> None:
 
 
 def test_the_user_is_told() -> None:
-    warned: dict[str, Any] = {
-        p.key: p for p in check_warnings(planted()) if p.key.startswith(("custom", "redis"))
-    }
+    warned: dict[str, Any] = {p.key: p for p in check_warnings(planted()) if p.key.startswith(("custom", "redis"))}
     assert all(S not in problem.render() for problem in warned.values())
     del warned["redis.url"]  # without TLS, not that it holds a password: the job uses it
     assert set(warned) == {"custom.hook", "custom.list[0]", "custom.api_key", "custom.tokens[0]"}

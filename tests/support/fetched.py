@@ -57,9 +57,7 @@ class Weights:
         return len(self.manifest.tensors)
 
 
-def fetch(
-    store: Store | str | os.PathLike[str], publication: Publication, *, patience: float = PATIENCE
-) -> Weights:
+def fetch(store: Store | str | os.PathLike[str], publication: Publication, *, patience: float = PATIENCE) -> Weights:
     """Open and verify a published version. Blocks; call it from a thread where a loop must go on.
 
     Args:

@@ -29,9 +29,7 @@ IMPORTED = [
 class Forked:
     """A running `python -m ARGUMENTS`. log: gets what it writes, at its end; None: a file of its own."""
 
-    def __init__(
-        self, arguments: Sequence[str], environment: dict[str, str], log: Path | None = None
-    ) -> None:
+    def __init__(self, arguments: Sequence[str], environment: dict[str, str], log: Path | None = None) -> None:
         self._own_log = log is None
         if log is None:
             handle, name = tempfile.mkstemp(prefix="forked-", suffix=".log")

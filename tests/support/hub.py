@@ -96,9 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._file()
         elif "/tree/" in self.path:
             files = {file["key"] for commit in self.hub.commits for file in commit["files"]}
-            self._answer(
-                200, [{"type": "file", "path": name, "size": 1, "oid": "0" * 40} for name in sorted(files)]
-            )
+            self._answer(200, [{"type": "file", "path": name, "size": 1, "oid": "0" * 40} for name in sorted(files)])
         elif self.path.endswith("/auth-check/write"):
             if self._known():
                 self._answer(200, {})
@@ -131,9 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted["organization"] == "others":
             self._answer(403, {"error": "You don't have the rights to create a model under this namespace"})
         elif name in self.hub.repositories:
-            self._answer(
-                409, {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"}
-            )
+            self._answer(409, {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"})
         else:
             self.hub.repositories[name] = wanted.get("visibility") == "private" or bool(wanted.get("private"))
             self._answer(200, {"url": f"{self.hub.url}/{name}", "name": name, "id": name})

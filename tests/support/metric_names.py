@@ -22,9 +22,7 @@ def documented(section: str) -> frozenset[str]:
     """The names of a section's tables, with * in the place of each <word>, and without labels."""
     text = PAGE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     assert text, f"{PAGE} has no section {section}"
-    rows = [
-        line.removeprefix("| ").partition(" | ")[0] for line in text.splitlines() if line.startswith("| `")
-    ]
+    rows = [line.removeprefix("| ").partition(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
     names = [name for row in rows for name in re.findall(r"`([^`]+)`", row.partition(" of ")[0])]
     return frozenset(re.sub(r"<\w+>", "*", name.partition("{")[0]) for name in names)
 

@@ -45,9 +45,7 @@ class ObjectStore:
     def start(self) -> None:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         env = {**os.environ, "S3_UPLOAD_PART_MIN_SIZE": str(LEAST_PART)}
-        self.process = subprocess.Popen(
-            command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        self.process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until(self._answers, "moto's server")
 
     def _answers(self) -> bool:

@@ -21,9 +21,7 @@ from urllib.parse import urlsplit
 from schema.wire.messages.proof import PATH
 from tests.support.waiting import PATIENCE
 
-UNAVAILABLE = (
-    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 0\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-)
+UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 0\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 HOST = "127.0.0.2"
 PROOF = f"GET {PATH}".encode()
 FAULTS = (

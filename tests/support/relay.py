@@ -16,9 +16,7 @@ class Relay:
     only: how many connections that happens to; later ones pass whole.
     """
 
-    def __init__(
-        self, port: int, at: int, then: Callable[[bytes], bytes | None], *, only: int | None = None
-    ) -> None:
+    def __init__(self, port: int, at: int, then: Callable[[bytes], bytes | None], *, only: int | None = None) -> None:
         self._target, self._at, self._then, self._only = port, at, then, only
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]

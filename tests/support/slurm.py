@@ -57,11 +57,7 @@ class SlurmCluster:
             for name in self._nodes
         ]
         text = CONF.format(
-            host=host,
-            root=root,
-            controller=free_port(),
-            nodes="\n".join(lines),
-            user=os.environ.get("USER", "root"),
+            host=host, root=root, controller=free_port(), nodes="\n".join(lines), user=os.environ.get("USER", "root")
         )
         (root / "slurm.conf").write_text(text)
 
@@ -102,13 +98,7 @@ class SlurmCluster:
 
     def __enter__(self) -> SlurmCluster:
         munge = self.root / "munge"
-        files = {
-            "key-file": "key",
-            "socket": "socket",
-            "pid-file": "pid",
-            "log-file": "log",
-            "seed-file": "seed",
-        }
+        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         with self._stack:
             options = [f"--{name}={munge / file}" for name, file in files.items()]
             self._start("munged", "--foreground", "--force", *options)
@@ -123,11 +113,7 @@ class SlurmCluster:
     def _is_up(self) -> bool:
         time.sleep(0.2)
         found = subprocess.run(
-            ["sinfo", "-h", "-N", "-o", "%T"],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
+            ["sinfo", "-h", "-N", "-o", "%T"], env=self.environment, capture_output=True, text=True, check=False
         )
         return found.stdout.split() == ["idle"] * len(self._nodes)
 

@@ -87,9 +87,7 @@ class TeacherServer:
                 page = gzip.compress(b"out of order")
                 return PlainTextResponse(page, 500, headers={"content-encoding": "gzip"})
             if self.fault == "refuses":
-                return JSONResponse(
-                    {"error": {"message": "prompt_logprobs is larger than --max-logprobs"}}, 400
-                )
+                return JSONResponse({"error": {"message": "prompt_logprobs is larger than --max-logprobs"}}, 400)
             if self.fault == "deep":
                 return PlainTextResponse("[" * 100_000)
             if self.fault == "endless":

@@ -68,10 +68,7 @@ class TlsProxy:
         else:
             behind = await asyncio.open_connection(self._target.hostname, self._target.port)
         try:
-            ways = [
-                asyncio.create_task(_pump(reader, behind[1])),
-                asyncio.create_task(_pump(behind[0], writer)),
-            ]
+            ways = [asyncio.create_task(_pump(reader, behind[1])), asyncio.create_task(_pump(behind[0], writer))]
             try:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             finally:

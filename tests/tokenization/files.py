@@ -19,10 +19,7 @@ from tokenizers import (
     trainers,
 )
 
-CORPUS = [
-    "The answer is 18. def f(x):\n    return x  # 1,000 + 24\n",
-    "isn't it? naïve café 数学 答案 \t tab",
-] * 9
+CORPUS = ["The answer is 18. def f(x):\n    return x  # 1,000 + 24\n", "isn't it? naïve café 数学 答案 \t tab"] * 9
 SPECIAL = ("<unk>", "<s>", "</s>", "<|user|>")
 TEXT = "The answer is\n#### 18\n  if x:\n\treturn 数学  é"
 
@@ -38,9 +35,7 @@ def byte_level() -> Tokenizer:
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     return _trained(backend, trainers.BpeTrainer, vocab_size=340, initial_alphabet=alphabet)
@@ -63,10 +58,7 @@ def metaspace() -> Tokenizer:
 def word_piece() -> Tokenizer:
     """As BERT: spaces are lost, and so is the case."""
     backend = Tokenizer(models.WordPiece(unk_token="<unk>"))  # type: ignore[call-arg]
-    backend.normalizer, backend.pre_tokenizer = (
-        normalizers.BertNormalizer(),
-        pre_tokenizers.BertPreTokenizer(),
-    )
+    backend.normalizer, backend.pre_tokenizer = (normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer())
     backend.decoder = decoders.WordPiece()
     return _trained(backend, trainers.WordPieceTrainer, vocab_size=120)
 

@@ -36,12 +36,7 @@ def read(tokenizer: Any, text: str) -> tuple[list[int], str]:
 
 @pytest.mark.parametrize(("family", "label", "kind", "settings"), CASES)
 def test_ids_and_texts_are_the_files(
-    family: str,
-    label: str,
-    kind: str,
-    settings: dict[str, Any],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    family: str, label: str, kind: str, settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = save(tmp_path / "model", family, LABELS[label], kind, **settings)
     right = of_file(directory)
@@ -57,10 +52,7 @@ def test_ids_and_texts_are_the_files(
     assert write_plain(tokenizer, tmp_path / "plain")
     assert read(load(str(tmp_path / "plain")), TEXT) == expected
     if family == "byte_level" and label == "Llama":
-        assert (
-            "LlamaTokenizer, which contradicts tokenizer.json: 'The answer is Yes.' comes back as"
-            in caplog.text
-        )
+        assert "LlamaTokenizer, which contradicts tokenizer.json: 'The answer is Yes.' comes back as" in caplog.text
     if family == "metaspace" and label == "Llama":
         assert not caplog.text, "nothing is lost, and the class agrees"
     loses = "loses text, and so do prompts and what rewards see: " in caplog.text
@@ -98,11 +90,7 @@ def test_what_the_settings_put_around_a_text_acts(case: str, label: str, tmp_pat
     before, settings, begins, ends = ENDS[case]
     directory = save(tmp_path / "model", "byte_level", LABELS[label], before=before, **NAMED | settings)
     tokenizer = load(str(directory))
-    assert tokenizer.encode(TEXT) == [
-        *begins,
-        *of_file(directory).encode(TEXT, add_special_tokens=False).ids,
-        *ends,
-    ]
+    assert tokenizer.encode(TEXT) == [*begins, *of_file(directory).encode(TEXT, add_special_tokens=False).ids, *ends]
 
 
 KEPT: dict[str, tuple[dict[str, Any], str, Any]] = {
@@ -113,11 +101,7 @@ KEPT: dict[str, tuple[dict[str, Any], str, Any]] = {
     "length": ({"model_max_length": 77}, "model_max_length", 77),
     "side": ({"padding_side": "left"}, "padding_side", "left"),
     "clean-up": ({"clean_up_tokenization_spaces": True}, "clean_up_tokenization_spaces", True),
-    "special tokens": (
-        {"additional_special_tokens": ["<|call|>"]},
-        "added_tokens_encoder",
-        {"<|call|>": 322},
-    ),
+    "special tokens": ({"additional_special_tokens": ["<|call|>"]}, "added_tokens_encoder", {"<|call|>": 322}),
     "added tokens": (
         {"added_tokens_decoder": {"322": AddedToken("<think>", special=False).__getstate__()}},
         *("added_tokens_encoder", {"<think>": 322}),
@@ -150,16 +134,11 @@ def test_own_code_counts_where_it_is_trusted(tmp_path: Path, caplog: pytest.LogC
     directory = save(tmp_path / "model", "byte_level", "Shouting", **own)
     (directory / "shouting.py").write_text(OWN)
     with code_kept_in(tmp_path / "modules"):
-        with pytest.raises(
-            TokenizerError, match=r"if you trust that code, write policy\.trust_remote_code = true"
-        ):
+        with pytest.raises(TokenizerError, match=r"if you trust that code, write policy\.trust_remote_code = true"):
             load(str(directory))
         tokenizer = load(str(directory), trust_remote_code=True)
     assert tokenizer.decode(tokenizer.encode("hello")) == "HELLO"
-    assert (
-        "own code, Shouting, counts, which differs from tokenizer.json: 'The answer is Yes.' comes"
-        in caplog.text
-    )
+    assert "own code, Shouting, counts, which differs from tokenizer.json: 'The answer is Yes.' comes" in caplog.text
     assert not write_plain(tokenizer, tmp_path / "plain")
 
 
@@ -167,9 +146,7 @@ def test_warnings_come_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     directory = save(tmp_path / "model", "byte_level", LABELS["Llama"])
     load(str(directory))
     load(str(directory))
-    assert [record.levelno for record in caplog.records if "contradicts" in record.message] == [
-        logging.WARNING
-    ]
+    assert [record.levelno for record in caplog.records if "contradicts" in record.message] == [logging.WARNING]
 
 
 def without_file(directory: Path, family: str, label: str) -> Path:
@@ -197,25 +174,13 @@ PIECES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     # name: (how the model is made, settings, why it is refused)
     "the family's class": ({}, {"tokenizer_class": LLAMA}, ""),
     "a class that puts no blank before a text": ({}, {}, r"ids .* at token 0 instead.*LlamaTokenizer\.from_"),
-    "a class that puts one": (
-        {"add_dummy_prefix": False},
-        {"tokenizer_class": LLAMA},
-        "ids .* at token 0 instead",
-    ),
+    "a class that puts one": ({"add_dummy_prefix": False}, {"tokenizer_class": LLAMA}, "ids .* at token 0 instead"),
     "a model without": ({"add_dummy_prefix": False}, {}, ""),
     "settings without": ({}, {"tokenizer_class": LLAMA, "add_prefix_space": False}, ""),
     "symbols": ({"user_defined_symbols": ["[INST]"]}, {"tokenizer_class": LLAMA}, ""),
     "symbols of blanks": ({"user_defined_symbols": ["    "]}, {"tokenizer_class": LLAMA}, "ids .* instead"),
-    "composed characters": (
-        {"normalization_rule_name": "nmt_nfkc"},
-        {"tokenizer_class": LLAMA},
-        "ids .* instead",
-    ),
-    "no bytes": (
-        {"byte_fallback": False, "vocab_size": 90},
-        {"tokenizer_class": LLAMA},
-        "loses text: .*indentation",
-    ),
+    "composed characters": ({"normalization_rule_name": "nmt_nfkc"}, {"tokenizer_class": LLAMA}, "ids .* instead"),
+    "no bytes": ({"byte_fallback": False, "vocab_size": 90}, {"tokenizer_class": LLAMA}, "loses text: .*indentation"),
 }
 
 
@@ -232,10 +197,7 @@ def test_ids_without_the_file_are_those_of_the_sentencepiece_model(case: str, tm
         with pytest.raises(TokenizerError, match=refused):
             load(str(tmp_path))
         return
-    tokenizer, whole = (
-        load(str(tmp_path)),
-        SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model")),
-    )
+    tokenizer, whole = (load(str(tmp_path)), SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model")))
     for text in ("The answer is 18.", "a [INST] b", "if x:\n    é"):
         ids = whole.encode(f"a{text}")[1:] if "add_prefix_space" in settings else whole.encode(text)
         assert tokenizer.encode(text, add_special_tokens=False) == ids

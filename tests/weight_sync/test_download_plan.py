@@ -93,10 +93,7 @@ def manifest(base: str | None, chain: list[ChainLink]) -> WeightManifest:
 def test_the_manifest_is_the_last_link() -> None:
     before = ChainLink(version=8, content_hash="y", full=piece("f8", 100))
     own = piece("own", 3)
-    assert links_of(manifest("y", [before]), own) == [
-        before,
-        ChainLink(version=9, content_hash="z", delta=own),
-    ]
+    assert links_of(manifest("y", [before]), own) == [before, ChainLink(version=9, content_hash="z", delta=own)]
     assert links_of(manifest(None, [before]), own)[-1].full == own
     for chain in ([], [before.model_copy(update={"content_hash": "x"})]):
         with pytest.raises(WeightError, match="delta against y, its chain ends at"):

@@ -95,9 +95,7 @@ def read_version(
     manifest = json.loads(text)
     assert manifest["format"] == 2
     assert (manifest["base"] is None) == (manifest["kind"] == "full") == (base is None)
-    found = {
-        name: (dtype, shape, value, bits.copy()) for name, (dtype, shape, value, bits) in (base or {}).items()
-    }
+    found = {name: (dtype, shape, value, bits.copy()) for name, (dtype, shape, value, bits) in (base or {}).items()}
     assert manifest["base"] in (None, content_hash(found))
     for file in manifest["files"]:
         data = (root / folder / file["name"]).read_bytes()
@@ -111,9 +109,7 @@ def read_version(
     return found
 
 
-def read_file(
-    data: bytes, file: Mapping[str, Any], tensors: Mapping[str, Any], found: dict[str, Any]
-) -> None:
+def read_file(data: bytes, file: Mapping[str, Any], tensors: Mapping[str, Any], found: dict[str, Any]) -> None:
     body = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:body])
     assert header.keys() == {name for name, entry in tensors.items() if entry["file"] == file["name"]}

@@ -59,9 +59,7 @@ def test_equals_what_save_pretrained_writes(case: str, loaded: bool, tmp_path: P
     publication = put(DirectoryStore(tmp_path / "store"), hub_tensors(model.to(DEVICE)))
     found = dict(fetch(tmp_path / "store", publication).tensors())
     assert found.keys() == saved.keys()
-    assert {n: (t.shape, bits(t)) for n, t in found.items()} == {
-        n: (t.shape, bits(t)) for n, t in saved.items()
-    }
+    assert {n: (t.shape, bits(t)) for n, t in found.items()} == {n: (t.shape, bits(t)) for n, t in saved.items()}
     assert ("lm_head.weight" in found) == (not model.config.tie_word_embeddings)
 
 

@@ -16,9 +16,7 @@ from weight_sync import HubNames, WeightError
 
 def adapted(*, tie: bool = False, **settings: Any) -> Any:
     """A model whose adapters do something."""
-    model = get_peft_model(
-        model_of("Qwen3", tie_word_embeddings=tie), LoraConfig(r=4, lora_alpha=7, **settings)
-    )
+    model = get_peft_model(model_of("Qwen3", tie_word_embeddings=tie), LoraConfig(r=4, lora_alpha=7, **settings))
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_" in name or "modules_to_save" in name:

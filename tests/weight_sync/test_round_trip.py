@@ -55,9 +55,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4
 
 
 @pytest.mark.scaled
-@settings(
-    max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(NAMES, tensors(), min_size=1, max_size=6), st.sampled_from([1, 64, 1 << 30]))
 def test_bits_survive(tmp_path: Path, given_tensors: dict[str, torch.Tensor], max_file_bytes: int) -> None:
     publication = put(DirectoryStore(tmp_path), given_tensors, max_file_bytes=max_file_bytes)
@@ -92,9 +90,7 @@ def test_files_are_split_and_load_in_any_safetensors_reader(tmp_path: Path) -> N
     found: dict[str, torch.Tensor] = {}
     for file in files:
         found |= load_file(file)
-    assert {name: tensor.tolist() for name, tensor in found.items()} == {
-        k: v.tolist() for k, v in many.items()
-    }
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {k: v.tolist() for k, v in many.items()}
     assert publication.n_bytes == sum(file.stat().st_size for file in files)
 
 

@@ -95,9 +95,7 @@ class Versions:
                 published = finish(stage, target, manifest)
             self._table = after(self._table, part.tensors)
             anchor = self._full(version).piece if version % self.anchor_every == 0 else None
-            link = ChainLink(
-                version=version, content_hash=published.content_hash, delta=published.piece, full=anchor
-            )
+            link = ChainLink(version=version, content_hash=published.content_hash, delta=published.piece, full=anchor)
         self.links.append(link)
         return self._announce(published)
 

@@ -120,9 +120,7 @@ def named(kinds: dict[str, str]) -> str:
 
 def warn_of_losses(source: TokenizerSource, tokenizer: Any) -> None:
     if kinds := lost(codec_of(tokenizer, skip_special_tokens=True)):
-        warn(
-            f"{source.name}: its tokenizer loses text, and so do prompts and what rewards see: {named(kinds)}"
-        )
+        warn(f"{source.name}: its tokenizer loses text, and so do prompts and what rewards see: {named(kinds)}")
 
 
 def warn(message: str) -> None:

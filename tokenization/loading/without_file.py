@@ -56,14 +56,10 @@ def of_class(source: TokenizerSource) -> Any:
         )
     model = _SentencePiece.find(source, tokenizer)
     if model is None:
-        warn(
-            f"{source.name}: it has neither {FILE} nor a SentencePiece model to compare the ids of {kind} with"
-        )
+        warn(f"{source.name}: it has neither {FILE} nor a SentencePiece model to compare the ids of {kind} with")
     elif why := model.difference(tokenizer, [PROBE[kind] for kind in NECESSARY]):
         if not is_own(tokenizer):
-            raise TokenizerError(
-                f"{kind} contradicts its {model.name}: {why}; {_agreeing(source, model)}{remedy}"
-            )
+            raise TokenizerError(f"{kind} contradicts its {model.name}: {why}; {_agreeing(source, model)}{remedy}")
         warn(f"{source.name}: its own code, {kind}, counts, which differs from {model.name}: {why}")
     elif why := model.difference(tokenizer, [*PROBE.values(), *model.symbols()]):
         warn(f"{source.name}: {kind} counts, which differs from {model.name}: {why}")

@@ -108,9 +108,7 @@ class Pair:
     most_bytes: int | None = None
 
 
-def encode(
-    old: Array, new: Array, *, most_bytes: int | None = None, pool: Executor | None = None
-) -> Encoded | None:
+def encode(old: Array, new: Array, *, most_bytes: int | None = None, pool: Executor | None = None) -> Encoded | None:
     """Compare two tensors of the same dtype and size, which may be 0.
 
     old, new, most_bytes: see `Pair`. pool: threads that share the blocks; not the pool that this call itself runs in.
@@ -354,9 +352,7 @@ def _expand(data: memoryview, block: _Block) -> memoryview | bytes:
     try:
         if zstandard.frame_content_size(data) != block.changed:
             raise CodecError(f"a plane in the block of element {block.start} has not one byte per change")
-        plane: bytes = _tools.decompressor.decompress(
-            data, max_output_size=block.changed, allow_extra_data=False
-        )
+        plane: bytes = _tools.decompressor.decompress(data, max_output_size=block.changed, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CodecError(f"a plane in the block of element {block.start} is damaged: {error}") from None
     if len(plane) != block.changed:

@@ -65,9 +65,7 @@ class Delta:
         for name, entry in self.manifest.tensors.items():
             dtype, shape = torch_dtype(entry.dtype, name), tuple(entry.shape)
             if entry.changed is None:
-                yield TensorChange(
-                    name, dtype, shape, None, as_tensor(self._data[name], dtype, shape).view(-1)
-                )
+                yield TensorChange(name, dtype, shape, None, as_tensor(self._data[name], dtype, shape).view(-1))
             else:
                 positions, values = self._sparse(name, dtype, math.prod(shape), entry.changed)
                 yield TensorChange(name, dtype, shape, positions, values)
@@ -122,10 +120,7 @@ def open_chain(pieces: Sequence[tuple[Path, Piece]], base: str, content_hash: st
 
 
 def apply_deltas(
-    data: Mapping[str, memoryview],
-    tensors: Mapping[str, TensorEntry],
-    deltas: Sequence[Opened],
-    pool: Executor,
+    data: Mapping[str, memoryview], tensors: Mapping[str, TensorEntry], deltas: Sequence[Opened], pool: Executor
 ) -> dict[str, str | None]:
     """Write deltas over tensors, oldest first.
 
@@ -141,15 +136,11 @@ def apply_deltas(
             stored[name] = [*before, (entry, delta.data[name])]
     large = [name for name in stored if _elements(data[name], tensors[name]) > BLOCK]
     small = [name for name in stored if _elements(data[name], tensors[name]) <= BLOCK]
-    found = dict(
-        zip(small, pool.map(lambda n: _write(data[n], tensors[n], stored[n], None), small), strict=True)
-    )
+    found = dict(zip(small, pool.map(lambda n: _write(data[n], tensors[n], stored[n], None), small), strict=True))
     return found | {name: _write(data[name], tensors[name], stored[name], pool) for name in large}
 
 
-def wrong_tensors(
-    data: Mapping[str, memoryview], tensors: Mapping[str, TensorEntry], pool: Executor
-) -> list[str]:
+def wrong_tensors(data: Mapping[str, memoryview], tensors: Mapping[str, TensorEntry], pool: Executor) -> list[str]:
     """Names of the tensors whose bytes do not have the hash of their entry."""
 
     def right(name: str) -> bool:
@@ -159,9 +150,7 @@ def wrong_tensors(
     return [name for name, same in zip(names, pool.map(right, names), strict=True) if not same]
 
 
-def _write(
-    target: memoryview, entry: TensorEntry, stored: Sequence[_Stored], pool: Executor | None
-) -> str | None:
+def _write(target: memoryview, entry: TensorEntry, stored: Sequence[_Stored], pool: Executor | None) -> str | None:
     """One tensor; its hash afterwards."""
     itemsize = _itemsize(entry)
     elements: npt.NDArray[Any] = np.frombuffer(target, f"<u{itemsize}")

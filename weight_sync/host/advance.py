@@ -125,9 +125,7 @@ class Advance:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise self._no_room(str(error)) from error
-            raise CacheError(
-                f"the host copy of the weights cannot be kept in {self._directory}: {error}"
-            ) from error
+            raise CacheError(f"the host copy of the weights cannot be kept in {self._directory}: {error}") from error
 
     def _to(self, publication: Publication) -> CopyState:
         state, torn = self._found()
@@ -142,9 +140,7 @@ class Advance:
             except (StoppedError, StoreError, LockTimeoutError, CacheError):
                 raise
             except WeightError as error:
-                log.warning(
-                    "the copy does not come to publication %d, looking for an older one: %s", one.id, error
-                )
+                log.warning("the copy does not come to publication %d, looking for an older one: %s", one.id, error)
                 state, torn = self._found()
         return self._bring(publication, state, torn)
 
@@ -208,11 +204,7 @@ class Advance:
         return done
 
     def _plan(
-        self,
-        publication: Publication,
-        links: list[ChainLink],
-        state: CopyState | None,
-        torn: Advancing | None,
+        self, publication: Publication, links: list[ChainLink], state: CopyState | None, torn: Advancing | None
     ) -> DownloadPlan:
         plan = cheapest(links, None if state is None else state.content_hash, self._broken)
         if torn is not None and plan is not None and not _repeats(plan, torn):

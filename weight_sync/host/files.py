@@ -55,9 +55,7 @@ class CopyState(BaseModel):
     content_hash: str
     tensors: dict[str, TensorEntry]
     proven: bool = Field(description="Whether the bytes were hashed since a process last had the copy open.")
-    publication: Publication | None = Field(
-        description="The newest one with this content, of this job's life."
-    )
+    publication: Publication | None = Field(description="The newest one with this content, of this job's life.")
     checked: Annotated[
         list[ChainLink],
         Field(
@@ -119,9 +117,7 @@ def own_directory(path: Path) -> None:
 
 def bytes_of(state: CopyState) -> int:
     """Count the bytes of all tensors."""
-    return sum(
-        size_of(name, torch_dtype(entry.dtype, name), entry.shape) for name, entry in state.tensors.items()
-    )
+    return sum(size_of(name, torch_dtype(entry.dtype, name), entry.shape) for name, entry in state.tensors.items())
 
 
 # ---- data files ------------------------------------------------------------------------------------------------

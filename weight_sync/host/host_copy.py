@@ -23,15 +23,7 @@ from schema.wire.weights import Piece, Publication
 from weight_sync.download_plan import deltas_between, links_of
 from weight_sync.errors import NotReadableError
 from weight_sync.host.advance import Advance
-from weight_sync.host.files import (
-    FETCHING,
-    LOCK_TIMEOUT,
-    CopyState,
-    CopyView,
-    WritableTensors,
-    bytes_of,
-    open_copy,
-)
+from weight_sync.host.files import FETCHING, LOCK_TIMEOUT, CopyState, CopyView, WritableTensors, bytes_of, open_copy
 from weight_sync.host.locks import locked
 from weight_sync.host.receive import Receiver
 from weight_sync.host.users import join, leave, stay
@@ -47,11 +39,7 @@ WORTH_SHARE = 0.5
 
 
 def whole_bytes(
-    store: ReadableStore,
-    publication: Publication,
-    *,
-    patience: float = PATIENCE,
-    stop: threading.Event | None = None,
+    store: ReadableStore, publication: Publication, *, patience: float = PATIENCE, stop: threading.Event | None = None
 ) -> int:
     """Bytes of a publication's weights as a whole, from its manifest; arguments and errors as of `HostCopy`."""
     receiver = Receiver(store, Path(), patience, threading.Event() if stop is None else stop)

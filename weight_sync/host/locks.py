@@ -25,9 +25,7 @@ class LockTimeoutError(WeightError):
 
 
 @contextmanager
-def locked(
-    path: Path, *, exclusive: bool, timeout: float, stop: threading.Event | None = None
-) -> Iterator[None]:
+def locked(path: Path, *, exclusive: bool, timeout: float, stop: threading.Event | None = None) -> Iterator[None]:
     """Hold the lock of a file.
 
     timeout: seconds to wait for it. stop: set from another thread, ends the wait.

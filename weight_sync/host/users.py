@@ -83,9 +83,7 @@ def join(directory: Path) -> int:
             if users is not None:
                 return users
             if time.monotonic() > give_up:
-                raise LockTimeoutError(
-                    f"{directory} was not free in {JOIN_S:g} s: {holders(directory / USERS)}"
-                )
+                raise LockTimeoutError(f"{directory} was not free in {JOIN_S:g} s: {holders(directory / USERS)}")
             time.sleep(LOOK_S)
     except OSError as error:
         raise CacheError(f"the host copy of the weights cannot lie in {directory}: {error}") from error

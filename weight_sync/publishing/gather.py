@@ -49,9 +49,7 @@ class TensorGathering:
 
     Raises `WeightError`: a tensor is laid out in another way than in shards and copies over all ranks."""
 
-    def __init__(
-        self, names: HubNames, rank: int, world: int, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, names: HubNames, rank: int, world: int, group: dist.ProcessGroup | None = None) -> None:
         self._names, self._rank, self._world, self._group = names, rank, world, group
         self._global = range(world) if group is None else dist.get_process_group_ranks(group)
         units = names.units
@@ -63,9 +61,7 @@ class TensorGathering:
         # By rank: the sharded tensors that travel to it, in the order of its units.
         self._travels: list[list[tuple[str, bool]]] = [[] for _ in range(world)]
         for unit, of in zip(units, owner, strict=True):
-            self._travels[of] += [
-                (name, unit.exact) for name in unit.names if _is_sharded(names.stored[name])
-            ]
+            self._travels[of] += [(name, unit.exact) for name in unit.names if _is_sharded(names.stored[name])]
 
     def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Hub names and whole tensors of this rank's units, on the device of the model. A collective, run to its end.
@@ -164,9 +160,7 @@ def _place(rank: int, tensor: DTensor) -> list[int]:
     return [int(index) for index in place]
 
 
-def box_at(
-    shape: Sequence[int], mesh: Sequence[int], place: Sequence[int], placements: Sequence[Placement]
-) -> Box:
+def box_at(shape: Sequence[int], mesh: Sequence[int], place: Sequence[int], placements: Sequence[Placement]) -> Box:
     """The piece of a tensor at a place of a mesh: dimensions of the mesh cut one after the other, as torch cuts.
 
     Those that are strided cut what the others have left."""

@@ -40,9 +40,7 @@ def collect(store: Store, keep: Collection[str], *, name: str = "", min_age: flo
         store.sweep(min_age, f"{name}.")
     store.sweep(ABANDONED_AFTER)
     if removed:
-        log.info(
-            "removed %d weight versions that are not needed any more: %s", len(removed), ", ".join(removed)
-        )
+        log.info("removed %d weight versions that are not needed any more: %s", len(removed), ", ".join(removed))
     return removed
 
 

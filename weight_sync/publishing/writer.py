@@ -246,9 +246,7 @@ def after(base: Table | None, tensors: Table) -> dict[str, TensorEntry]:
     for name, entry in tensors.items():
         was = base.get(name)
         if was is None or (was.dtype, was.shape) != (entry.dtype, entry.shape):
-            raise WeightError(
-                f"tensor {name!r} of a delta is not one of its base, or of another type or shape"
-            )
+            raise WeightError(f"tensor {name!r} of a delta is not one of its base, or of another type or shape")
     return {**base, **tensors}
 
 
@@ -295,9 +293,7 @@ class _Writer:
         value = tensor_digest(data, tensor.dtype.itemsize)
         self.seconds["encode"] += time.monotonic() - began
         self._add(name, dtype, list(tensor.shape), data, value)
-        self._list(
-            name, TensorEntry(dtype=dtype, shape=list(tensor.shape), file=self._name, hash=value.hex())
-        )
+        self._list(name, TensorEntry(dtype=dtype, shape=list(tensor.shape), file=self._name, hash=value.hex()))
 
     def changed(self, name: str, tensor: torch.Tensor, encoded: Encoded) -> None:
         data = memoryview(b"".join(encoded.parts))
@@ -315,9 +311,7 @@ class _Writer:
         began = time.monotonic()
         self._close()
         self.seconds["write"] += time.monotonic() - began
-        return WrittenPart(
-            files=self._files, tensors=self._tensors, data_bytes=self.n_bytes, seconds=self.seconds
-        )
+        return WrittenPart(files=self._files, tensors=self._tensors, data_bytes=self.n_bytes, seconds=self.seconds)
 
     @property
     def _name(self) -> str:

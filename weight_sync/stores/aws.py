@@ -100,9 +100,7 @@ def complete(
 ) -> None:
     """Make an object of its parts. is_complete: whether what `head` finds is that object."""
     try:
-        client.complete_multipart_upload(
-            Bucket=bucket, Key=key, UploadId=upload_id, MultipartUpload={"Parts": parts}
-        )
+        client.complete_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id, MultipartUpload={"Parts": parts})
     except client.exceptions.ClientError as error:
         # Asked again after an answer that was lost: the upload is gone because it is complete.
         if code_of(error) != "NoSuchUpload" or not is_complete(head(client, bucket, key)):

@@ -159,9 +159,7 @@ class S3Store:
     def stage(self, version: str, *, leads: bool = True) -> Iterator[_S3Stage]:
         check_name(version, "version")
         if leads and self.age(version) < float("inf"):
-            raise WeightError(
-                f"version {self.place}/{version} exists already: versions are never overwritten"
-            )
+            raise WeightError(f"version {self.place}/{version} exists already: versions are never overwritten")
         stage = _S3Stage(self, version, leads)
         try:
             yield stage
@@ -247,9 +245,7 @@ class S3Store:
             )
             expected = min(PART_BYTES, first.size - offset)
             if part is None or (part.size, len(part.body)) != (first.size, expected):
-                raise NotReadableError(
-                    f"s3://{self.bucket}/{first.key} was changed or removed while it was read"
-                )
+                raise NotReadableError(f"s3://{self.bucket}/{first.key} was changed or removed while it was read")
             keep(offset, part.body)
 
         self.pool.each(bring, range(len(first.body), first.size, PART_BYTES))
@@ -277,9 +273,7 @@ class S3Store:
 
     def versions(self) -> list[str]:
         found = self.pool.run(lambda: self._list("", self._patience))
-        return sorted(
-            version for version, files in found.items() if any(file.file == MANIFEST for file in files)
-        )
+        return sorted(version for version, files in found.items() if any(file.file == MANIFEST for file in files))
 
     def age(self, version: str) -> float:
         check_name(version, "version")
@@ -317,9 +311,7 @@ class S3Store:
         """All answers of a listing. markers: arguments for the next page, in each answer as `Next…`."""
         after: dict[str, str] = {}
         while True:
-            answer = patience.run(
-                f"s3://{self.bucket}: {what}", partial(request, Bucket=self.bucket, **after)
-            )
+            answer = patience.run(f"s3://{self.bucket}: {what}", partial(request, Bucket=self.bucket, **after))
             yield answer
             if not answer.get("IsTruncated"):
                 return
@@ -351,8 +343,7 @@ class S3Store:
         def remove(file: str) -> None:
             key = self.key_of(version, file)
             patience.run(
-                f"s3://{self.bucket}: removing {key}",
-                lambda: self.client.delete_object(Bucket=self.bucket, Key=key),
+                f"s3://{self.bucket}: removing {key}", lambda: self.client.delete_object(Bucket=self.bucket, Key=key)
             )
 
         names = {file.file for file in files}

@@ -104,8 +104,7 @@ class Upload(io.RawIOBase):
         if self._size <= PART_BYTES:
             body = bytes(self._head)
             store.request(
-                f"writing {self.key}",
-                lambda: store.client.put_object(Bucket=store.bucket, Key=self.key, Body=body),
+                f"writing {self.key}", lambda: store.client.put_object(Bucket=store.bucket, Key=self.key, Body=body)
             )
             return
         if self._filling:

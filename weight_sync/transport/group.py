@@ -95,9 +95,7 @@ class ReceivingCarrier(Protocol):
     def works(self) -> bool:
         """Whether it is worth joining."""
 
-    def receive(
-        self, line: Line, chunks: Sequence[Chunk], write: Callable[[Chunk, memoryview], object]
-    ) -> None:
+    def receive(self, line: Line, chunks: Sequence[Chunk], write: Callable[[Chunk, memoryview], object]) -> None:
         """Take in exactly these chunks, within the deadline of the line.
 
         Raises `TransferError`, `OSError` or `EOFError` when they do not come, and what `write` raises."""

@@ -26,16 +26,7 @@ from weight_sync.errors import WeightError
 from weight_sync.manifest import parse_manifest
 from weight_sync.stores import Store, split_key
 from weight_sync.transport.group import Line, RoundGathering, SendingCarrier, chunks_of
-from weight_sync.transport.wire import (
-    JOIN,
-    Deadline,
-    Status,
-    TransferRequest,
-    answer,
-    greet,
-    read_request,
-    refuse,
-)
+from weight_sync.transport.wire import JOIN, Deadline, Status, TransferRequest, answer, greet, read_request, refuse
 
 log = logging.getLogger(__name__)
 
@@ -108,9 +99,7 @@ class Sender:
 
     Raises `OSError` when the address is not one of this machine."""
 
-    def __init__(
-        self, store: Store, address: str, timeout: float, carrier: SendingCarrier | None = None
-    ) -> None:
+    def __init__(self, store: Store, address: str, timeout: float, carrier: SendingCarrier | None = None) -> None:
         self._store, self.address, self._timeout, self._carrier = store, address, timeout, carrier
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=MAX_CONNECTIONS)
@@ -167,9 +156,7 @@ class Sender:
             if not self._free.acquire(blocking=False):
                 connection.close()
                 continue
-            thread = threading.Thread(
-                target=self._serve, args=(connection,), name="weights-send", daemon=True
-            )
+            thread = threading.Thread(target=self._serve, args=(connection,), name="weights-send", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:  # too many threads: this replica still has the store
@@ -206,9 +193,7 @@ class Sender:
         else:
             self._send(connection, present, request, deadline)
 
-    def _join(
-        self, connection: socket.socket, present: _Round, request: TransferRequest, deadline: Deadline
-    ) -> None:
+    def _join(self, connection: socket.socket, present: _Round, request: TransferRequest, deadline: Deadline) -> None:
         line = Line(connection, deadline)
         try:
             if present.gathering is None:
@@ -234,9 +219,7 @@ class Sender:
             raise
         self._count(len(manifest.files) * len(lines), present.piece.n_bytes * len(lines))
 
-    def _send(
-        self, connection: socket.socket, present: _Round, request: TransferRequest, deadline: Deadline
-    ) -> None:
+    def _send(self, connection: socket.socket, present: _Round, request: TransferRequest, deadline: Deadline) -> None:
         try:
             data = self._read(present, request.file, deadline)
         except (WeightError, OSError) as error:
@@ -249,10 +232,7 @@ class Sender:
         except OSError as error:
             self._count(failed=1)
             log.warning(
-                "sending %s/%s broke off, its receiver has the store: %s",
-                present.version,
-                request.file,
-                error,
+                "sending %s/%s broke off, its receiver has the store: %s", present.version, request.file, error
             )
         else:
             self._count(1, len(data))

@@ -140,18 +140,14 @@ def answer(
 ) -> None:
     """Send the file."""
     length = len(data).to_bytes(LENGTH_BYTES, "little")
-    send_all(
-        connection, bytes([Status.HERE]) + length + _mac(token, b"trainer", request.nonces, length), deadline
-    )
+    send_all(connection, bytes([Status.HERE]) + length + _mac(token, b"trainer", request.nonces, length), deadline)
     send_all(connection, data, deadline)
 
 
 # ---- the replica's side -----------------------------------------------------------------------------------
 
 
-def ask(
-    connection: socket.socket, number: int, token: bytes, file: str, most_bytes: int, deadline: Deadline
-) -> int:
+def ask(connection: socket.socket, number: int, token: bytes, file: str, most_bytes: int, deadline: Deadline) -> int:
     """Ask for a file: its bytes, which follow on the connection.
 
     Raises `TransferError`: the other side is not a trainer with this token, has no such file, or one above
@@ -174,9 +170,7 @@ def ask(
         raise TransferError("the server at that address does not have the token")
     n_bytes = int.from_bytes(length, "little")
     if n_bytes > most_bytes:
-        raise TransferError(
-            f"{file} would have {n_bytes} bytes, more than the {most_bytes} that were announced"
-        )
+        raise TransferError(f"{file} would have {n_bytes} bytes, more than the {most_bytes} that were announced")
     return n_bytes
 
 

@@ -66,22 +66,16 @@ class Bundles:
         tail, sizes = self._tail(version)
         item = f'{{\\"group_id\\":\\"{group_id}\\",\\"lease_id\\":\\"{lease_id}\\",\\"index\\":'
         pushes = ",".join(f"{item}{index}}}" for index in range(self.n_samples))
-        parts = [
-            f'{{"__metadata__":{{"pushes":"{{\\"replica_id\\":\\"{replica_id}\\",\\"pushes\\":[{pushes}]}}"}}'
-        ]
+        parts = [f'{{"__metadata__":{{"pushes":"{{\\"replica_id\\":\\"{replica_id}\\",\\"pushes\\":[{pushes}]}}"}}']
         start = 0
         for index, size in enumerate(sizes):
-            parts.append(
-                f'"{index}":{{"dtype":"U8","shape":[{size}],"data_offsets":[{start},{start + size}]}}'
-            )
+            parts.append(f'"{index}":{{"dtype":"U8","shape":[{size}],"data_offsets":[{start},{start + size}]}}')
             start += size
         text = ",".join(parts).encode() + b"}"
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text, tail
 
-    def stubs(
-        self, root: Path, replica_id: str, group_id: str, lease_id: str, version: int
-    ) -> tuple[bytes, bytes]:
+    def stubs(self, root: Path, replica_id: str, group_id: str, lease_id: str, version: int) -> tuple[bytes, bytes]:
         """Write the frames of a group into the shared directory; the bundle of their stubs, and nothing after it."""
         tail, sizes = self._tail(version)
         frames, start = [], 0

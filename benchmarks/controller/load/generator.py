@@ -214,11 +214,7 @@ class Policy:
 
     def _mine(self, **more: object) -> bytes:
         return _json(
-            request_id=_id(),
-            replica_id=self.id,
-            incarnation=self.incarnation,
-            policy_epoch=self.epoch,
-            **more,
+            request_id=_id(), replica_id=self.id, incarnation=self.incarnation, policy_epoch=self.epoch, **more
         )
 
     async def _publish(self, version: int) -> None:

@@ -101,9 +101,7 @@ def create_app(prompts: list[list[int]], groups_per_step: int) -> FastAPI:
 def main() -> None:
     prompts = [[7] * int(os.environ["NAIVE_PROMPT"]) for _ in range(1000)]
     app = create_app(prompts, int(os.environ["NAIVE_GROUPS"]))
-    uvicorn.run(
-        app, host="127.0.0.1", port=int(os.environ["NAIVE_PORT"]), access_log=False, log_level="warning"
-    )
+    uvicorn.run(app, host="127.0.0.1", port=int(os.environ["NAIVE_PORT"]), access_log=False, log_level="warning")
 
 
 if __name__ == "__main__":

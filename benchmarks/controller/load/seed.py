@@ -27,14 +27,10 @@ REPLICA = "seeder"
 
 async def fill(run_dir: Path, redis_url: str, groups: int, train: bool) -> None:
     """Lease and push `groups` groups, and train them if asked to."""
-    environ = {
-        f"COSMOS_TOKEN_{role}": f"{role}-token-of-the-load".lower() for role in ("USER", "ROLLOUT", "POLICY")
-    }
+    environ = {f"COSMOS_TOKEN_{role}": f"{role}-token-of-the-load".lower() for role in ("USER", "ROLLOUT", "POLICY")}
     settings = ServerSettings.read(run_dir, None, 0, {**environ, "COSMOS_REDIS_URL": redis_url})
     _write_job_id(settings)
-    store, saved = await StateStore.open(
-        redis_url, prefix=settings.config.redis.key_prefix, job_id=settings.job_id
-    )
+    store, saved = await StateStore.open(redis_url, prefix=settings.config.redis.key_prefix, job_id=settings.job_id)
     job = JobState(settings.config, job_id=settings.job_id, run_dir=run_dir, store=store, saved=saved)
     done = 0
     while done < groups:
@@ -67,9 +63,7 @@ def _headers(job: JobState, version: int) -> list[SampleHeader]:
 
 def _train_one(job: JobState) -> bool:
     ledger = job.require_ledger()
-    if ledger.table.ready < job.config.groups_per_step or not isinstance(
-        ledger.assemble(job.clock()), Assembled
-    ):
+    if ledger.table.ready < job.config.groups_per_step or not isinstance(ledger.assemble(job.clock()), Assembled):
         return False
     ledger.commit(ledger.table.committed)
     return True

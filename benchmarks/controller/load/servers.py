@@ -51,9 +51,7 @@ def make_run(
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(config.model_dump_json())
     prompts = [[(row * 31 + i) % 150_000 for i in range(PROMPT_TOKENS)] for row in range(rows)]
-    texts = [
-        {"prompt": f"What is {row} plus {row + 1}? " * 8, "answer": str(2 * row + 1)} for row in range(rows)
-    ]
+    texts = [{"prompt": f"What is {row} plus {row + 1}? " * 8, "answer": str(2 * row + 1)} for row in range(rows)]
     write_prompts(directory / "data" / "train.safetensors", prompts, texts)
     return directory
 
@@ -93,9 +91,7 @@ class Service:
     def start(self) -> float:
         """Start it and wait until it answers; gives the seconds that took."""
         began = time.perf_counter()
-        self.process = subprocess.Popen(
-            self._argv, env=self._environment, cwd=ROOT, stdout=subprocess.DEVNULL
-        )
+        self.process = subprocess.Popen(self._argv, env=self._environment, cwd=ROOT, stdout=subprocess.DEVNULL)
         while not self._answers():
             if time.perf_counter() - began > START_SECONDS or self.process.poll() is not None:
                 sys.exit(f"{' '.join(self._argv[:4])} does not start")

@@ -75,9 +75,7 @@ def _length(head: bytes) -> int:
     return int(head[at + 15 : end if end >= 0 else len(head)])
 
 
-def head(
-    method: str, path: str, token: str, length: int | None = None, kind: str = "application/json"
-) -> bytes:
+def head(method: str, path: str, token: str, length: int | None = None, kind: str = "application/json") -> bytes:
     """The head of a request, without the final empty line if the length of the body is still to come."""
     lines = f"{method} {path} HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {token}\r\ncontent-type: {kind}\r\n"
     return (lines if length is None else f"{lines}content-length: {length}\r\n\r\n").encode()

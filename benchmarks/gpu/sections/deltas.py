@@ -52,9 +52,7 @@ def run(bench: Bench) -> None:
                 )
         finally:
             job.close()
-    bench.row(
-        "everything copied in place", pause_ms=bench.wall(lambda: replica.load(new)) * 1e3, gb=total / 1e9
-    )
+    bench.row("everything copied in place", pause_ms=bench.wall(lambda: replica.load(new)) * 1e3, gb=total / 1e9)
     _find_on_device(bench, trainer, old, new)
 
 

@@ -32,10 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bfloat16, compiled": ({"compile": True}, {}),
     **{f"FlashAttention {version}": ({"fa_version": version}, {}) for version in (2, 3, 4)},
     **{
-        f"fp8, {recipe}, compiled": (
-            {"compile": True, "fp8": {"enable_fp8": True, "quant_recipe": recipe}},
-            {},
-        )
+        f"fp8, {recipe}, compiled": ({"compile": True, "fp8": {"enable_fp8": True, "quant_recipe": recipe}}, {})
         for recipe in ("rowwise", "tensorwise")
     },
     "Liger's kernels": ({}, {"enable_liger_kernel": True}),

@@ -35,9 +35,7 @@ def run(bench: Bench) -> None:
         weight = weight.requires_grad_()
         labels = torch.randint(vocabulary, (tokens,), device=bench.device)
 
-        def step(
-            of: object, hidden: Tensor = hidden, weight: Tensor = weight, labels: Tensor = labels
-        ) -> Tensor:
+        def step(of: object, hidden: Tensor = hidden, weight: Tensor = weight, labels: Tensor = labels) -> Tensor:
             hidden.grad = weight.grad = None
             out: TokenOutputs = of(hidden, Head(weight), labels)  # type: ignore[operator]
             (-out.logprobs.mean() - 0.01 * out.entropy.mean()).backward()

@@ -53,17 +53,13 @@ def run(bench: Bench) -> None:
         full = sum(tensor.nbytes for tensor in copy.taken.values()) / 1e9
         _, _, seconds = versions.publish(store, lambda stage: write_full(stage, copy.taken.items()))
         copy.announce()
-        bench.row(
-            "first version, full", pause_ms=pause * 1e3, write_s=seconds, gb=full, in_memory=bool(place)
-        )
+        bench.row("first version, full", pause_ms=pause * 1e3, write_s=seconds, gb=full, in_memory=bool(place))
 
         def delta(threads: int) -> dict[str, float]:
             train()
             pause = bench.wall(take)
             with ThreadPoolExecutor(threads) as pool:
-                _, part, seconds = versions.publish(
-                    store, lambda stage: write_delta(stage, copy.pairs(), pool=pool)
-                )
+                _, part, seconds = versions.publish(store, lambda stage: write_delta(stage, copy.pairs(), pool=pool))
             copy.announce()
             return {
                 "pause_ms": pause * 1e3,

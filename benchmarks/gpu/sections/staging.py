@@ -28,12 +28,7 @@ def run(bench: Bench) -> None:
     group = RankGroup(RankEnvironment())
     try:
         layers = {} if bench.tiny else {"num_hidden_layers": LAYERS}
-        train = {
-            "param_dtype": "float32",
-            "optm_impl": "fused",
-            "compile": False,
-            "train_policy": {"type": "sft"},
-        }
+        train = {"param_dtype": "float32", "optm_impl": "fused", "compile": False, "train_policy": {"type": "sft"}}
         model = PolicyModel(bench.language_model(**layers))
         trainer = Trainer(model, Config.model_validate({"train": train}), group, Schedule(1000))
         _stage(bench, trainer)
@@ -51,9 +46,7 @@ def _stage(bench: Bench, trainer: Trainer) -> None:
         first = bench.wall(lambda staging=staging: staging.copy(pieces))
         later = min(bench.wall(lambda staging=staging: staging.copy(pieces)) for _ in range(3))
         bench.row(f"{name} copy", gb=total, first_s=first, later_s=later, gb_s=total / later)
-        equal = all(
-            torch.equal(a.data, b.data.cpu()) for a, b in zip(staging.copy(pieces), pieces, strict=True)
-        )
+        equal = all(torch.equal(a.data, b.data.cpu()) for a, b in zip(staging.copy(pieces), pieces, strict=True))
         bench.check(f"{name} copy is equal", equal)
 
 

@@ -52,11 +52,7 @@ def run(bench: Bench) -> None:
     try:
         for name, lengths in (TINY_ROWS if bench.tiny else ROWS).items():
             cases = {
-                f"{name}, {way}" + ", compiled" * compiled + ", recomputed" * recompute: (
-                    way,
-                    compiled,
-                    recompute,
-                )
+                f"{name}, {way}" + ", compiled" * compiled + ", recomputed" * recompute: (way, compiled, recompute)
                 for way, compiled, recompute in CASES
             }
             makers = ((case, partial(steps_of, bench, group, lengths, *keys)) for case, keys in cases.items())
@@ -76,12 +72,7 @@ def steps_of(
     tokens = sum(lengths)
     policy = {"model_max_length": tokens, "model_gradient_checkpointing": recompute}
     batch = {"type": "sft", "max_token_len_per_mini_batch": tokens}
-    train = {
-        "master_dtype": "float32",
-        "compile": compiled,
-        "train_batch_per_replica": 1,
-        "train_policy": batch,
-    }
+    train = {"master_dtype": "float32", "compile": compiled, "train_batch_per_replica": 1, "train_policy": batch}
     made = Steps(bench, group, config_of(train, policy), lengths)
     made.trainer.optimizer.set_peak_lrs((0.0,))
     made.trainer.model.lm.set_attn_implementation(way)

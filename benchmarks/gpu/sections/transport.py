@@ -45,9 +45,7 @@ class Handover:
             self._chunks.append((name, tensor))
         self._there.set()
 
-    def receive(
-        self, line: Line, chunks: Sequence[Chunk], write: Callable[[Chunk, memoryview], object]
-    ) -> None:
+    def receive(self, line: Line, chunks: Sequence[Chunk], write: Callable[[Chunk, memoryview], object]) -> None:
         if not self._there.wait(line.deadline.left()):
             raise TimeoutError("the chunks did not come")
         sink = ChunkSink(chunks, write)

@@ -44,9 +44,7 @@ def run(bench: Bench) -> None:
 
         def job(name: str, *settings: str) -> None:
             summary = reinforce(bench, place, name, "grpo_vllm.toml", model, *sizes, *settings)
-            logs = "\n".join(
-                path.read_text(errors="replace") for path in (place / name / "logs").glob("*.log")
-            )
+            logs = "\n".join(path.read_text(errors="replace") for path in (place / name / "logs").glob("*.log"))
             # One who could not be reached by NCCL, or not by the trainer at all, says so. A rehearsal on busy cores
             # may be late for a version.
             worse = logs.count("version from the store") > bench.tiny or ("file by file" in logs and gpus > 1)

@@ -29,9 +29,7 @@ Reason = Annotated[str, Query(max_length=8192)]
 MAX_WAIT = 60.0
 """Longest long-poll in seconds."""
 
-WaitSeconds = Annotated[
-    float, Query(ge=0.0, le=MAX_WAIT, description="Long-poll: how long it may be held open.")
-]
+WaitSeconds = Annotated[float, Query(ge=0.0, le=MAX_WAIT, description="Long-poll: how long it may be held open.")]
 
 
 def new_router(concern: str, prefix: str = "") -> APIRouter:

@@ -54,9 +54,7 @@ class ConfigVerdict(BaseModel):
     more: int = 0
 
 
-CONFIG_BODY: dict[str, Any] = {
-    "requestBody": {"required": True, "content": {"application/json": {"schema": OBJECT}}}
-}
+CONFIG_BODY: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": {"schema": OBJECT}}}}
 
 
 def router(controller: Controller) -> APIRouter:
@@ -69,9 +67,7 @@ def router(controller: Controller) -> APIRouter:
         text = json.dumps(cut(masked(controller.job.config.to_dict())))
         return Response(text, media_type="application/json")
 
-    @api.get(
-        "/config/schema", responses=answers("application/json", "The JSON schema of a configuration.", OBJECT)
-    )
+    @api.get("/config/schema", responses=answers("application/json", "The JSON schema of a configuration.", OBJECT))
     async def schema(request: Request) -> Response:
         require(request, USER)
         return Response(json.dumps(Config.model_json_schema()), media_type="application/json")

@@ -26,10 +26,7 @@ def router(controller: Controller) -> APIRouter:
     job = controller.job
     name = job.config.logging.experiment_name or job.run_dir.name
     api = new_router("dashboard")
-    for part in (
-        sessions([d.ShownRun(name=name, base="/v1", live=True)]),
-        views(controller.dashboard, "/v1"),
-    ):
+    for part in (sessions([d.ShownRun(name=name, base="/v1", live=True)]), views(controller.dashboard, "/v1")):
         api.routes.extend(part.routes)
 
     @api.get("/docs", status_code=307, responses={307: {"description": "The page of the dashboard."}})

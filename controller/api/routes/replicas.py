@@ -47,8 +47,7 @@ def router(controller: Controller) -> APIRouter:
 
     @api.get("", **models(list[m.ReplicaInfo]))
     async def list_replicas(
-        request: Request,
-        name: Annotated[str, Query(max_length=256, description="Only the one of this name.")] = "",
+        request: Request, name: Annotated[str, Query(max_length=256, description="Only the one of this name.")] = ""
     ) -> Response:
         require(request, ANYBODY)
         return reply_list(m.ReplicaInfo, service.infos(name))
@@ -86,9 +85,7 @@ def router(controller: Controller) -> APIRouter:
         return reply(await service.profile(replica_id, await read(request, m.ProfileRequest)))
 
     @api.delete("/{replica_id}", status_code=204)
-    async def leave(
-        request: Request, replica_id: Identifier, incarnation: Since, reason: Reason = ""
-    ) -> Response:
+    async def leave(request: Request, replica_id: Identifier, incarnation: Since, reason: Reason = "") -> Response:
         require(request, REPLICAS)
         require_own(request, registry, replica_id)
         await service.leave(replica_id, incarnation, reason)
@@ -100,9 +97,7 @@ def router(controller: Controller) -> APIRouter:
         service.announce(meeting_id, await read(request, m.Meeting))
         return nothing()
 
-    @api.get(
-        "/meetings/{meeting_id}", **models(m.Meeting, responses={204: {"description": "rank 0 has not come"}})
-    )
+    @api.get("/meetings/{meeting_id}", **models(m.Meeting, responses={204: {"description": "rank 0 has not come"}}))
     async def find(request: Request, meeting_id: Identifier, wait_s: WaitSeconds = 0.0) -> Response:
         require(request, POLICY)
         return reply_or_nothing(await unless_gone(request, service.meeting(meeting_id, wait_s)))

@@ -28,8 +28,7 @@ def router(controller: Controller) -> APIRouter:
     service, registry = controller.samples, controller.job.registry
 
     @api.post(
-        "/groups/{group_id}/samples/{index}",
-        **models(m.PushReply, **takes_frame("one sample (schema.wire.sample)")),
+        "/groups/{group_id}/samples/{index}", **models(m.PushReply, **takes_frame("one sample (schema.wire.sample)"))
     )
     async def push(request: Request, group_id: Identifier, index: Number) -> Response:
         require(request, ROLLOUT)

@@ -33,9 +33,7 @@ _WORD = re.compile("[A-Za-z0-9]+")
 class AssistantTurns:
     """Finds the turns of the assistant in the rendering of one conversation."""
 
-    def __init__(
-        self, messages: list[Message], render: Render, tokens: TokenTexts, modes: Sequence[Mode]
-    ) -> None:
+    def __init__(self, messages: list[Message], render: Render, tokens: TokenTexts, modes: Sequence[Mode]) -> None:
         """modes: variables of the template with which a generation prompt may be made, the likeliest first."""
         self._messages, self._render, self._tokens, self._modes = messages, render, tokens, modes
         self._text = render(messages)
@@ -182,9 +180,7 @@ class AssistantTurns:
         if asked.startswith(upto):
             return end
         changes = [self._try([*self._messages[:i], marked]) for marked in _marked_ends(self._messages[i])]
-        said = max(
-            (shared_start(upto, text) for text in changes if text and MARKER in text), default=len(upto)
-        )
+        said = max((shared_start(upto, text) for text in changes if text and MARKER in text), default=len(upto))
         common = upto[: shared_start(upto, asked, self._tokens.added)]
         common = common.removesuffix(max(filter(common.endswith, self._begun_headers), key=len)).rstrip()
         return max(said, len(common)) if said <= len(common) and self._text.startswith(common) else end
@@ -195,9 +191,7 @@ class AssistantTurns:
         turn = self._messages[0]
         marked = self._try(self._with(0, {**turn, "content": MARKER + content_of(turn)})) or ""
         header = (
-            self._text[: shared_start(self._text, marked)].rstrip().rsplit("\n", 1)[-1]
-            if MARKER in marked
-            else ""
+            self._text[: shared_start(self._text, marked)].rstrip().rsplit("\n", 1)[-1] if MARKER in marked else ""
         )
         headers = [header]
         while token := next(filter(header.startswith, self._tokens.added), None):
@@ -208,9 +202,7 @@ class AssistantTurns:
         """The texts that renderings up to turn i have behind its content, up to one that `rest` begins with."""
         tails: list[str] = []
         turn = self._messages[i]
-        for upto, other in zip(
-            self._renderings(i, turn, prompt), self._renderings(i, marked, prompt), strict=True
-        ):
+        for upto, other in zip(self._renderings(i, turn, prompt), self._renderings(i, marked, prompt), strict=True):
             if upto is not None and other is not None and MARKER in other:
                 tails.append(upto[shared_start(upto, other) :])
                 if tails[-1].strip() and rest.startswith(tails[-1]):
@@ -313,10 +305,7 @@ def _marked_starts(turn: Message) -> Iterator[Message]:
     yield {"role": turn["role"], "content": MARKER}
     yield {**turn, "content": MARKER + content_of(turn)}
     if calls := calls_of(turn):
-        yield {
-            **turn,
-            "tool_calls": [_renamed(calls[0], f"{MARKER}{named_part(calls[0])['name']}"), *calls[1:]],
-        }
+        yield {**turn, "tool_calls": [_renamed(calls[0], f"{MARKER}{named_part(calls[0])['name']}"), *calls[1:]]}
 
 
 def _marked_ends(turn: Message) -> Iterator[Message]:
@@ -325,10 +314,7 @@ def _marked_ends(turn: Message) -> Iterator[Message]:
     if content_of(turn).strip() or not calls:
         yield {**turn, "content": content_of(turn) + MARKER}
     if calls:
-        yield {
-            **turn,
-            "tool_calls": [*calls[:-1], _renamed(calls[-1], f"{named_part(calls[-1])['name']}{MARKER}")],
-        }
+        yield {**turn, "tool_calls": [*calls[:-1], _renamed(calls[-1], f"{named_part(calls[-1])['name']}{MARKER}")]}
 
 
 def _renamed(call: dict[str, Any], name: str) -> dict[str, Any]:

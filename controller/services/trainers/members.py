@@ -53,9 +53,7 @@ class MemberService:
         behind = membership.begin_anew()
         left = f"; {', '.join(behind)} begin anew" if behind else ""
         job.say_members(f"all policy replicas waited for each other for {limit:g} s{left}: ")
-        log.warning(
-            "policy replicas waited for each other for %g s: they begin the round anew%s", limit, left
-        )
+        log.warning("policy replicas waited for each other for %g s: they begin the round anew%s", limit, left)
         job.member_signal.notify()
 
     async def ask(self, replica_id: str, request: MemberRequest) -> MemberReply:
@@ -73,9 +71,7 @@ class MemberService:
         while True:
             job.acting(replica_id, request.incarnation, "policy")
             if job.facts.ended in (Phase.FAILED, Phase.STOPPED):
-                raise ApiError(
-                    ErrorCode.JOB_FAILED, f"the job is {job.facts.ended}: {job.facts.last_error or ''}"
-                )
+                raise ApiError(ErrorCode.JOB_FAILED, f"the job is {job.facts.ended}: {job.facts.last_error or ''}")
             seen = job.member_signal.generation
             order = self._decide(membership, replica_id, request)
             if order.action != "wait":
@@ -124,16 +120,12 @@ class MemberService:
         """Raises `ApiError`: the store has lost what the replica knows of, so that it has to declare itself."""
         current, at = self._job.facts.policy_epoch, request.at
         if request.policy_epoch > current:
-            detail = (
-                f"policy epoch {request.policy_epoch} is not known here, {current} is: declare yourself first"
-            )
+            detail = f"policy epoch {request.policy_epoch} is not known here, {current} is: declare yourself first"
             raise ApiError(ErrorCode.STALE_EPOCH, detail)
         if request.policy_epoch < current or at in ("join", "healed"):
             return
         if membership.forgot(request.step, begins=at in ("begin", "saved")):
-            detail = (
-                f"step {membership.step} is the present one here, not {request.step}: declare yourself first"
-            )
+            detail = f"step {membership.step} is the present one here, not {request.step}: declare yourself first"
             raise ApiError(ErrorCode.WRONG_STEP, detail)
 
     def _check_kind(self, membership: Membership, name: str, kind: dict[str, str]) -> None:
@@ -143,9 +135,7 @@ class MemberService:
             membership.kind = dict(kind)
         elif known and known != kind:
             names = sorted(name for name in {*known, *kind} if known.get(name) != kind.get(name))
-            faults = "; ".join(
-                f"{name}: {kind.get(name, 'none')}, not {known.get(name, 'none')}" for name in names
-            )
+            faults = "; ".join(f"{name}: {kind.get(name, 'none')}, not {known.get(name, 'none')}" for name in names)
             detail = f"{name} cannot train with {membership.leader}, it is of another kind: {faults}"
             log.error("%s", detail)
             self._job.facts.last_error = detail

@@ -66,16 +66,12 @@ class StepService:
         replica = job.acting(replica_id, incarnation, "policy")
         if job.membership is not None and not job.leads(replica_id):
             leader = job.membership.leader or "nobody"
-            raise ApiError(
-                ErrorCode.STALE_INCARNATION, f"{replica_id} does not lead the trainers: {leader} does"
-            )
+            raise ApiError(ErrorCode.STALE_INCARNATION, f"{replica_id} does not lead the trainers: {leader} does")
         return replica
 
     # ---- batch --------------------------------------------------------------------------------------------
 
-    async def batch(
-        self, step: int, policy_epoch: int, rows: Sequence[int] | None, wait_s: float
-    ) -> bytes | None:
+    async def batch(self, step: int, policy_epoch: int, rows: Sequence[int] | None, wait_s: float) -> bytes | None:
         """The batch of `step` with the payloads of `rows` (None: all); None when it is not ready in time.
 
         Raises `ApiError`.
@@ -91,9 +87,7 @@ class StepService:
 
         return await self._poll(find, policy_epoch, wait_s)
 
-    async def prefetch(
-        self, step: int, policy_epoch: int, rows: Sequence[int] | None, wait_s: float
-    ) -> bytes | None:
+    async def prefetch(self, step: int, policy_epoch: int, rows: Sequence[int] | None, wait_s: float) -> bytes | None:
         """Return what the batch of `step` would be if the one before were committed now; None once it is, or after
         the wait.
 
@@ -115,9 +109,7 @@ class StepService:
             frames, gone = await self._payloads(batch, rows)
             return None if gone else encode_batch(batch.table, frames)
 
-        return await self._poll(
-            find, policy_epoch, wait_s, lambda: step <= ledger.table.committed or job.ended
-        )
+        return await self._poll(find, policy_epoch, wait_s, lambda: step <= ledger.table.committed or job.ended)
 
     async def _poll(
         self,
@@ -166,9 +158,7 @@ class StepService:
         batch = _batch(self._batch, key, assembled)
         if batch is not self._batch:
             self._batch = batch
-            if (
-                lost and job.membership is not None
-            ):  # of a forgotten batch results may have been exchanged already
+            if lost and job.membership is not None:  # of a forgotten batch results may have been exchanged already
                 job.membership.broken(job.membership.leader, job.membership.epoch)
             job.lease_signal.notify()  # the slots of this step are taken, those of the next are open
         return batch
@@ -248,9 +238,7 @@ class StepService:
             job.trained(record, *work, request.validations)
         reply = job.commit_reply(publish=job.is_published(step + 1))
         await job.save_durably()
-        durable = (
-            reply.committed_steps if job.store.facts.keeps_what_it_acknowledges else job.progress.durable
-        )
+        durable = reply.committed_steps if job.store.facts.keeps_what_it_acknowledges else job.progress.durable
         return reply.model_copy(update={"durable_steps": durable})
 
     def _check_batch(self, step: int, digest: str) -> None:

@@ -135,9 +135,7 @@ def template(job: ClusterJob, pod: Pod) -> Manifest:
     kubernetes = job.config.kubernetes
     # HOME is a folder of the pod, since the rest of its root cannot be written; some libraries ask who they are.
     env = [value("HOME", "/tmp"), value("USER", "cosmos")]  # noqa: S108 - of this pod alone
-    if (
-        pod.component != "scaler"
-    ):  # files of the hub are on the claim: once for all pods, and for their successors
+    if pod.component != "scaler":  # files of the hub are on the claim: once for all pods, and for their successors
         env.append(value("HF_HOME", f"{kubernetes.volume_path}/huggingface"))
     container: Manifest = {
         "name": pod.component,
@@ -196,11 +194,7 @@ def unprivileged(user: int) -> Manifest:
 
 def confined() -> Manifest:
     """Return the security context of a container that cannot gain privileges, nor change its image."""
-    return {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
+    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
 def _resources(job: ClusterJob, pod: Pod) -> Manifest:
@@ -219,10 +213,7 @@ def _volumes(job: ClusterJob, pod: Pod) -> dict[str, tuple[Manifest, Manifest]]:
         return scratch
     claim = kubernetes.claim or f"{job.name}-runs"
     volumes = scratch | {
-        "config": (
-            {"mountPath": CONFIG_FOLDER, "readOnly": True},
-            {"configMap": {"name": f"{job.name}-config"}},
-        ),
+        "config": ({"mountPath": CONFIG_FOLDER, "readOnly": True}, {"configMap": {"name": f"{job.name}-config"}}),
         "runs": ({"mountPath": kubernetes.volume_path}, {"persistentVolumeClaim": {"claimName": claim}}),
     }
     if pod.worker:

@@ -15,10 +15,7 @@ FAILURES = 3
 MOST_POLLING = 30
 COOLDOWN = 30
 """Seconds from the end of the job to no replica."""
-EXACTLY: Manifest = {
-    "scaleUp": {"tolerance": "0"},
-    "scaleDown": {"tolerance": "0", "stabilizationWindowSeconds": 0},
-}
+EXACTLY: Manifest = {"scaleUp": {"tolerance": "0"}, "scaleDown": {"tolerance": "0", "stabilizationWindowSeconds": 0}}
 """A HorizontalPodAutoscaler adds nothing to the controller's number, which has waited long enough."""
 OPTIONS = {"Deployment": "--deployment", "LeaderWorkerSet": "--leader-worker-set"}
 """Options of `cosmos-launch autoscale`."""
@@ -51,11 +48,7 @@ def keda(job: ClusterJob) -> list[Manifest]:
         "pollingInterval": min(MOST_POLLING, max(1, math.ceil(scale.interval))),
         "cooldownPeriod": COOLDOWN,
         "advanced": {"horizontalPodAutoscalerConfig": {"behavior": EXACTLY}},
-        "fallback": {
-            "failureThreshold": FAILURES,
-            "replicas": job.pods.rollouts,
-            "behavior": "currentReplicas",
-        },
+        "fallback": {"failureThreshold": FAILURES, "replicas": job.pods.rollouts, "behavior": "currentReplicas"},
         "triggers": [trigger],
     }
     token = {"parameter": "token", "name": f"{job.name}-tokens", "key": "rollout"}

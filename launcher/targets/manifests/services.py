@@ -18,10 +18,7 @@ WORKERS = ["policy", "rollout"]
 def secrets(job: ClusterJob) -> list[Manifest]:
     """The tokens of the roles, and what only controller and Valkey share."""
     tokens = {name: getattr(job.tokens, name) for name in ("user", "rollout", "policy")}
-    redis = {
-        "url": job.redis_url or f"redis://{job.name}-redis:{REDIS_PORT}/0",
-        "password": job.redis_password,
-    }
+    redis = {"url": job.redis_url or f"redis://{job.name}-redis:{REDIS_PORT}/0", "password": job.redis_password}
     if job.own_redis:
         redis["valkey.conf"] = (
             f'port {REDIS_PORT}\ndir /data\nappendonly yes\nappendfsync everysec\nhz {TIMER_HZ}\nsave ""\n'
@@ -95,10 +92,7 @@ def redis(job: ClusterJob) -> list[Manifest]:
         "startupProbe": {**probe, "failureThreshold": 120},
         "readinessProbe": probe,
         "livenessProbe": probe,
-        "resources": {
-            "requests": {"cpu": "500m", "memory": REDIS_MEMORY},
-            "limits": {"memory": REDIS_MEMORY},
-        },
+        "resources": {"requests": {"cpu": "500m", "memory": REDIS_MEMORY}, "limits": {"memory": REDIS_MEMORY}},
         "securityContext": base.confined(),
         "volumeMounts": [
             {"name": "data", "mountPath": "/data"},
@@ -124,10 +118,7 @@ def redis(job: ClusterJob) -> list[Manifest]:
         "template": {"metadata": {"labels": base.labels(job, "redis")}, "spec": pod},
         "volumeClaimTemplates": [{"metadata": {"name": "data"}, "spec": disk}],
     }
-    return [
-        _service(job, "redis", REDIS_PORT),
-        base.manifest("apps/v1", "StatefulSet", job, "redis", spec=spec),
-    ]
+    return [_service(job, "redis", REDIS_PORT), base.manifest("apps/v1", "StatefulSet", job, "redis", spec=spec)]
 
 
 def controller(job: ClusterJob) -> list[Manifest]:

@@ -46,17 +46,12 @@ def _job_set(job: ClusterJob) -> Manifest:
         "backoffLimit": 0,
         "podFailurePolicy": {
             "rules": [
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {"containerName": "policy", "operator": "In", "values": FINAL},
-                }
+                {"action": "FailJob", "onExitCodes": {"containerName": "policy", "operator": "In", "values": FINAL}}
             ]
         },
         "template": pod,
     }
-    rules: list[Manifest] = [
-        {"name": "useless", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    ]
+    rules: list[Manifest] = [{"name": "useless", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
     if job.pods.replicas > 1:
         rules.append({"name": "alone", "action": "RestartJob"})  # the other replicas go on
     spec = {
@@ -113,15 +108,7 @@ def rollout(job: ClusterJob, scaled: bool) -> list[Manifest]:
     address = [base.from_field("COSMOS_NODE_ADDRESS", "status.podIP")] if job.pods.rollout_pods > 1 else []
     pod = Pod(
         "rollout",
-        [
-            "pod",
-            "rollout",
-            "--config",
-            f"{base.CONFIG_FOLDER}/config.json",
-            "--keep",
-            base.SECRET_FOLDER,
-            "--stay",
-        ],
+        ["pod", "rollout", "--config", f"{base.CONFIG_FOLDER}/config.json", "--keep", base.SECRET_FOLDER, "--stay"],
         [*_common(job, "rollout"), base.from_field("COSMOS_POD", "metadata.name"), *address],
         worker=True,
         gpus=job.pods.rollout_gpus,
@@ -168,10 +155,7 @@ def grace(job: ClusterJob) -> int:
 
 
 def _common(job: ClusterJob, role: str) -> list[Manifest]:
-    return [
-        base.value("COSMOS_CONTROLLER_URL", job.url),
-        base.from_secret("COSMOS_TOKEN", job, "tokens", role),
-    ]
+    return [base.value("COSMOS_CONTROLLER_URL", job.url), base.from_secret("COSMOS_TOKEN", job, "tokens", role)]
 
 
 def _nodes(job: ClusterJob) -> Manifest:

@@ -161,9 +161,7 @@ class S3Target:
     def _put(self, key: str, body: bytes, stamp: str) -> None:
         self._call(
             f"sending {key}",
-            lambda: self._client.put_object(
-                Bucket=self.bucket, Key=key, Body=body, Metadata={"stamp": stamp}
-            ),
+            lambda: self._client.put_object(Bucket=self.bucket, Key=key, Body=body, Metadata={"stamp": stamp}),
         )
 
     # ---- one file -----------------------------------------------------------------------------------------
@@ -223,8 +221,7 @@ class S3Target:
         listed = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(sent.items())]
         is_complete = partial(_is, size=size, stamp=stamp)
         self._call(
-            f"completing {key}",
-            lambda: complete(self._client, self.bucket, key, upload_id, listed, is_complete),
+            f"completing {key}", lambda: complete(self._client, self.bucket, key, upload_id, listed, is_complete)
         )
         if not self._is_there(key, size, stamp):
             raise UploadError(f"{key}: {size} bytes were sent, and the store does not show them")
@@ -259,9 +256,7 @@ class S3Target:
             begun = self._client.list_multipart_uploads(Bucket=self.bucket, Prefix=key).get("Uploads", [])
             for upload in begun:
                 if upload["Key"] == key:
-                    self._client.abort_multipart_upload(
-                        Bucket=self.bucket, Key=key, UploadId=upload["UploadId"]
-                    )
+                    self._client.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=upload["UploadId"])
 
         try:
             self._call(f"looking for uploads of {key}", abort)
@@ -288,18 +283,14 @@ def _is(facts: Any | None, size: int, stamp: str) -> bool:
     return facts is not None and facts["ContentLength"] == size and facts["Metadata"].get("stamp") == stamp
 
 
-def _same(
-    file: Path, part: UploadPart, arrived: dict[int, tuple[int, str]], progress: FileProgress
-) -> str | None:
+def _same(file: Path, part: UploadPart, arrived: dict[int, tuple[int, str]], progress: FileProgress) -> str | None:
     """The ETag of a part that S3 has and that is ours: as it was answered, or else the MD5 of its bytes."""
     size, etag = arrived.get(part.number, (-1, ""))
     if size != part.length:
         return None
     if progress.etags.get(part.number) == etag:
         return etag
-    return (
-        etag if etag.strip('"') == hashlib.md5(_read(file, part), usedforsecurity=False).hexdigest() else None
-    )
+    return etag if etag.strip('"') == hashlib.md5(_read(file, part), usedforsecurity=False).hexdigest() else None
 
 
 def _read(file: Path, part: UploadPart) -> bytes:

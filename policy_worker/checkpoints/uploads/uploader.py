@@ -15,13 +15,7 @@ from policy_worker.checkpoints.layout import STEP, checkpoints_of, named_in
 from policy_worker.checkpoints.uploads.hub import HubTarget
 from policy_worker.checkpoints.uploads.s3 import S3Target
 from policy_worker.checkpoints.uploads.upload_record import UploadRecord, check_whole, file_of, open_record
-from policy_worker.errors import (
-    CheckpointError,
-    SettingsError,
-    UploadError,
-    UploadFailedError,
-    UploadStoppedError,
-)
+from policy_worker.errors import CheckpointError, SettingsError, UploadError, UploadFailedError, UploadStoppedError
 from schema.config import Config
 from weight_sync.stores.patience import USUAL, Delays
 
@@ -70,12 +64,7 @@ class Uploader:
         stop: threading.Event | None = None,
         wanted: Callable[[str, bool], bool] = lambda _target, _final: True,
     ) -> None:
-        self._targets, self._run_dir, self._stop, self._wanted = (
-            targets,
-            run_dir,
-            stop or threading.Event(),
-            wanted,
-        )
+        self._targets, self._run_dir, self._stop, self._wanted = (targets, run_dir, stop or threading.Event(), wanted)
         self._records = run_dir / "uploads"
         self._queue: queue.SimpleQueue[UploadJob] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -166,9 +155,7 @@ class Uploader:
         while self._left() and not leaving():
             if give_up is not None and time.monotonic() > give_up:
                 left = ", ".join(f"{name} to {target}" for target, name in self._left())
-                raise UploadFailedError(
-                    f"not uploaded within {timeout:.0f} s: {left}; --resume goes on with it"
-                )
+                raise UploadFailedError(f"not uploaded within {timeout:.0f} s: {left}; --resume goes on with it")
             time.sleep(LOOK_S)
         self.raise_if_failed()
         return not self._left()

@@ -75,9 +75,7 @@ class Prefetcher:
                 (table, frames), before = answer, guess
                 if rows is not None and table == before:
                     payloads = zip(rows, frames, strict=True)
-                    self._found = {
-                        line_of(table, row): self._decode(table, row, frame) for row, frame in payloads
-                    }
+                    self._found = {line_of(table, row): self._decode(table, row, frame) for row, frame in payloads}
                     return
                 guess, rows = table, self._rows_of(table)
         except Exception as error:  # the batch is asked for again when it is due, and errors are named there

@@ -79,9 +79,7 @@ class BatchSource:
         self.prefetched_fraction: float | None = None
 
     def prefetch(
-        self,
-        call: Callable[[Call[bytes | None]], bytes | None],
-        rows_of: Callable[[StepTable], Sequence[int]],
+        self, call: Callable[[Call[bytes | None]], bytes | None], rows_of: Callable[[StepTable], Sequence[int]]
     ) -> None:
         """From now on fetch the next batch while a step trains, where a rank is a unit of its own.
 
@@ -92,9 +90,7 @@ class BatchSource:
         def ask(step: int, rows: Sequence[int] | Literal["none"]) -> tuple[StepTable, Frames] | None:
             while True:
                 began = time.monotonic()
-                if data := call(
-                    api.step_batch(step, self._policy_epoch, rows, wait_s=PREFETCH_WAIT, prefetch=True)
-                ):
+                if data := call(api.step_batch(step, self._policy_epoch, rows, wait_s=PREFETCH_WAIT, prefetch=True)):
                     table, frames = _decode(data)
                     check_table(table, step, self.bound)
                     return table, frames
@@ -129,9 +125,7 @@ class BatchSource:
         data = self._ask(step, "none", wait_s)
         return None if data is None else _decode(data)[0].model_dump_json()
 
-    def _ask(
-        self, step: int, rows: Sequence[int] | Literal["all", "none"], wait_s: float = FETCH
-    ) -> bytes | None:
+    def _ask(self, step: int, rows: Sequence[int] | Literal["all", "none"], wait_s: float = FETCH) -> bytes | None:
         return self._call(api.step_batch(step, self._policy_epoch, rows, wait_s=wait_s))
 
     def payloads(self, table: StepTable, rows: Sequence[int]) -> dict[int, TrainSample] | None:
@@ -156,8 +150,7 @@ class BatchSource:
             self.prefetcher.begin(table.step + 1)
         fetched = dict(zip(missing, frames, strict=True))
         return {
-            row: prefetched[row] if row in prefetched else self._decoded(table, row, fetched[row])
-            for row in rows
+            row: prefetched[row] if row in prefetched else self._decoded(table, row, fetched[row]) for row in rows
         }
 
     def _decoded(self, table: StepTable, row: int, frame: bytes | memoryview) -> TrainSample:
@@ -240,9 +233,7 @@ def describe(table: StepTable) -> str:
             spans[-1] = (prefix, spans[-1][1], number)
         else:
             spans.append((prefix, number, number))
-    groups = " ".join(
-        f"{prefix}{first}" + (f"..{last}" if last > first else "") for prefix, first, last in spans
-    )
+    groups = " ".join(f"{prefix}{first}" + (f"..{last}" if last > first else "") for prefix, first, last in spans)
     return (
         f"step {table.step} of timeline {table.timeline} trains {len(rows)} samples of versions "
         f"{min(versions, default=-1)} to {max(versions, default=-1)}: {groups}"

@@ -23,13 +23,7 @@ from rollout_worker.engines.base import Generation, GenerationRequest, SamplingS
 from rollout_worker.engines.transformers import sampler
 from rollout_worker.engines.transformers.routing import Routing
 from rollout_worker.engines.transformers.sampler import StopRules
-from rollout_worker.engines.transformers.views import (
-    DecodeView,
-    IntArray,
-    PromptView,
-    ResponseView,
-    WindowView,
-)
+from rollout_worker.engines.transformers.views import DecodeView, IntArray, PromptView, ResponseView, WindowView
 from rollout_worker.engines.transformers.window import Window
 
 
@@ -109,9 +103,7 @@ class Decoder:
             rules = {i: self._rules(request.settings_of(i)) for i in indices}
             columns = np.array([(len(prompt), limit, rules[i], request.seeds[i]) for i in indices], COLUMNS)
             self.columns = np.concatenate([self.columns, columns])
-            self.rows += [
-                DecodedRow(request, index, self._batches, [(0, self.version)], []) for index in indices
-            ]
+            self.rows += [DecodedRow(request, index, self._batches, [(0, self.version)], []) for index in indices]
         self.window.append(prompts)
         self._fill_prompts(range(first, self.window.n))
         return sum(len(request.prompt_token_ids) for request, _ in batch)
@@ -129,9 +121,7 @@ class Decoder:
 
     def tokens_to_recompute(self) -> int:
         """Return what `recompute` would compute: each prompt once, all response tokens."""
-        prompts = {
-            row.batch: int(tokens) for row, tokens in zip(self.rows, self.columns["prompt"], strict=True)
-        }
+        prompts = {row.batch: int(tokens) for row, tokens in zip(self.rows, self.columns["prompt"], strict=True)}
         return sum(prompts.values()) + int(self._generated().sum())
 
     def steps_left(self) -> int:
@@ -193,12 +183,7 @@ class Decoder:
             self._forward(ids, queries, keys, torch.from_numpy(window.start[rows]).to(window.device), view)
 
     def _forward(
-        self,
-        ids: torch.Tensor,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        start: torch.Tensor,
-        view: WindowView,
+        self, ids: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, start: torch.Tensor, view: WindowView
     ) -> None:
         """One forward for its keys and values: row i's tokens begin at column start[i]."""
         same_row = queries[:, None] == keys

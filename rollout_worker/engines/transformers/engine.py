@@ -39,14 +39,7 @@ from rollout_worker.engines.base import (
     check_request,
 )
 from rollout_worker.engines.checksum import Tally, loses_bits
-from rollout_worker.engines.scatter import (
-    Patch,
-    PublishedTensor,
-    UnmappedError,
-    WeightMap,
-    merge,
-    spare_bytes,
-)
+from rollout_worker.engines.scatter import Patch, PublishedTensor, UnmappedError, WeightMap, merge, spare_bytes
 from rollout_worker.engines.transformers import model as models
 from rollout_worker.engines.transformers import scheduler
 from rollout_worker.engines.transformers.decoder import Decoder
@@ -209,9 +202,7 @@ class TransformersEngine:
                 self._post(self._distrust)
                 if not isinstance(error, WeightError):
                     raise
-                raise EngineFailed(
-                    f"version {version} cannot be read from the host's copy: {error}"
-                ) from error
+                raise EngineFailed(f"version {version} cannot be read from the host's copy: {error}") from error
 
     async def _update_to(self, weights: WeightSource, version: int, before: _Served | None) -> LoadReport:
         began, detail = time.monotonic(), ""
@@ -239,19 +230,14 @@ class TransformersEngine:
             prepare_s = time.monotonic() - began
             loaded, asked = await self._load(version, tensors)
             self._served = _Served(
-                {
-                    name: PublishedTensor(tensor.dtype, tuple(tensor.shape))
-                    for name, tensor in tensors.items()
-                },
+                {name: PublishedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
                 models.weight_map(self._decoder.model, tensors),
                 None if publication is None else publication.content_hash,
                 shared,
             )
         return replace(_report(asked, loaded, prepare_s, "full", publication), detail=detail)
 
-    async def _load(
-        self, version: int, what: Mapping[str, torch.Tensor] | Patch | None
-    ) -> tuple[_Loaded, float]:
+    async def _load(self, version: int, what: Mapping[str, torch.Tensor] | Patch | None) -> tuple[_Loaded, float]:
         """Have the thread update the model. Returns its report, and when it was asked."""
         if self._failure is not None:
             raise self._failure
@@ -284,9 +270,7 @@ class TransformersEngine:
             try:
                 tally = await asyncio.to_thread(self._tally, served)
             except WeightError as error:
-                raise EngineFailed(
-                    f"the weights in use cannot be compared with the host's copy: {error}"
-                ) from error
+                raise EngineFailed(f"the weights in use cannot be compared with the host's copy: {error}") from error
             return Checksum(tally.content_hash, tally.exact, tally.problems, time.monotonic() - began)
 
     def _tally(self, served: _Served) -> Tally:
@@ -320,9 +304,7 @@ class TransformersEngine:
         self._post(self._stop)
         await asyncio.to_thread(thread.join, JOIN_TIMEOUT)
         if thread.is_alive():
-            log.warning(
-                "the engine thread did not end within %.0f s and is left to the process's end", JOIN_TIMEOUT
-            )
+            log.warning("the engine thread did not end within %.0f s and is left to the process's end", JOIN_TIMEOUT)
         self._fail(EngineFailed("the engine is closed"))
 
     def _post(self, command: Callable[[], None]) -> None:

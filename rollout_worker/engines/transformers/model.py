@@ -23,14 +23,7 @@ from rollout_worker.engines.base import (
     WeightMismatch,
 )
 from rollout_worker.engines.checksum import Tally
-from rollout_worker.engines.scatter import (
-    PublishedTensor,
-    WeightMap,
-    WeightSlot,
-    region_of,
-    storage_of,
-    whole,
-)
+from rollout_worker.engines.scatter import PublishedTensor, WeightMap, WeightSlot, region_of, storage_of, whole
 from rollout_worker.engines.transformers import attention
 from rollout_worker.engines.transformers.decoder import Decoder
 from rollout_worker.engines.transformers.routing import Chosen, Routing, RoutingError
@@ -79,9 +72,7 @@ def load_model(
         else:
             # Its generation_config.json, which transformers may refuse, is of no use here.
             arguments["generation_config"] = GenerationConfig()
-            model = AutoModelForCausalLM.from_pretrained(
-                path, revision=revision, config=config, **arguments, **trust
-            )
+            model = AutoModelForCausalLM.from_pretrained(path, revision=revision, config=config, **arguments, **trust)
     except overrides.OverrideError as error:
         raise EngineConfigError(str(error)) from error
     except (*CANNOT_LOAD, StrictDataclassError) as error:
@@ -100,9 +91,7 @@ def _inject(model: Any, adapters: LoraConfig) -> None:
     try:
         lora.inject(model, adapters.model_copy(update={"init_lora_weights": True}))
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise EngineConfigError(
-            f"policy.lora: {type(model).__name__} cannot have these adapters: {error}"
-        ) from error
+        raise EngineConfigError(f"policy.lora: {type(model).__name__} cannot have these adapters: {error}") from error
 
 
 def _check_structure(model: Any) -> None:
@@ -110,10 +99,7 @@ def _check_structure(model: Any) -> None:
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     layers = DynamicCache(config=model.config).layers
-    strange = {type(layer).__name__ for layer in layers} - {
-        DynamicLayer.__name__,
-        DynamicSlidingWindowLayer.__name__,
-    }
+    strange = {type(layer).__name__ for layer in layers} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}
     if strange or model.config.is_encoder_decoder:
         kinds = ", ".join(sorted(strange)) or "an encoder"
         raise EngineConfigError(
@@ -129,9 +115,7 @@ def self_test(model: Any, eos_token_ids: frozenset[int], routing: Routing | None
     Prompts of different lengths, some decoding, a recomputation, more decoding. Returns the bytes that one token
     takes in the cache. Raises `EngineConfigError`.
     """
-    decoder = Decoder(
-        model, None, eos_token_ids, max_model_len=32, fill_tokens=16, keep_cache=False, routing=routing
-    )
+    decoder = Decoder(model, None, eos_token_ids, max_model_len=32, fill_tokens=16, keep_cache=False, routing=routing)
     decoder.set_version(0)
     try:
         differences, recorded, plain = _compared(model, decoder)
@@ -154,18 +138,14 @@ def self_test(model: Any, eos_token_ids: frozenset[int], routing: Routing | None
     if routing is not None:
         routing.check(recorded, plain, exactly=full)
     buffers = [(buffer.keys, buffer.values) for buffer in (*decoder.window.layers, *decoder.window.choices)]
-    return sum(
-        buffer.shape[1] * buffer.shape[3] * buffer.element_size() for pair in buffers for buffer in pair
-    )
+    return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for pair in buffers for buffer in pair)
 
 
 def _compared(model: Any, decoder: Decoder) -> tuple[torch.Tensor, list[Chosen], list[Chosen]]:
     """Absolute differences in log-prob of some samples' tokens, on the CPU; where they are recorded, the experts that
     were chosen, and those that a plain forward chooses. Raises `RoutingError`."""
     routing = decoder.routing
-    settings = SamplingSettings(
-        max_tokens=8, ignore_eos=True, routing="none" if routing is None else "weights"
-    )
+    settings = SamplingSettings(max_tokens=8, ignore_eos=True, routing="none" if routing is None else "weights")
     vocabulary = decoder.vocabulary
     prompts = [[(7 * i + 3 * length) % vocabulary for i in range(length)] for length in (5, 1, 12)]
     for number, prompt in enumerate(prompts):
@@ -182,11 +162,7 @@ def _compared(model: Any, decoder: Decoder) -> tuple[torch.Tensor, list[Chosen],
     for generation in finished:
         prompt = prompts[int(generation.request_id)]
         ids = torch.tensor([[*prompt, *generation.token_ids.tolist()]], device=model.device)
-        with (
-            nullcontext()
-            if routing is None
-            else routing.into(lambda *pair: plain.append(routing.recorded(*pair)))
-        ):
+        with nullcontext() if routing is None else routing.into(lambda *pair: plain.append(routing.recorded(*pair))):
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :].float()
         expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
         differences.append((expected - torch.from_numpy(generation.logprobs)).abs())
@@ -213,9 +189,7 @@ def apply_weights(model: Any, given: Mapping[str, torch.Tensor]) -> None:
     tensors = dict(given)
     if not tensors.keys() <= targets.keys() and not lora.has_adapters(model):
         # The model is fused or renamed in memory: transformers converts checkpoint names as it does on loading.
-        converted = type(model).from_pretrained(
-            None, config=model.config, state_dict=tensors, dtype=model.dtype
-        )
+        converted = type(model).from_pretrained(None, config=model.config, state_dict=tensors, dtype=model.dtype)
         tensors = dict(converted.state_dict())
     for name, tensor in tensors.items():
         target = targets.get(name)
@@ -266,9 +240,7 @@ def weight_map(model: Any, given: Mapping[str, torch.Tensor]) -> WeightMap | Non
 
 
 @torch.inference_mode()
-def served(
-    model: Any, published: Mapping[str, PublishedTensor], copy: Mapping[str, torch.Tensor] | None
-) -> Tally:
+def served(model: Any, published: Mapping[str, PublishedTensor], copy: Mapping[str, torch.Tensor] | None) -> Tally:
     """Hash the published tensors as the model holds them; `copy`: those of the host's copy, where needed."""
     held = {name: tensor for name, (_, tensor) in _parameters(model).items()} | _held(model)
     tally = Tally(copy)

@@ -52,11 +52,7 @@ class TokenHistory:
 
 
 def needs_history(settings: SamplingSettings) -> bool:
-    return (
-        settings.repetition_penalty != 1.0
-        or settings.presence_penalty != 0.0
-        or settings.frequency_penalty != 0.0
-    )
+    return settings.repetition_penalty != 1.0 or settings.presence_penalty != 0.0 or settings.frequency_penalty != 0.0
 
 
 def penalise(logits: torch.Tensor, settings: SamplingSettings, history: TokenHistory) -> torch.Tensor:

@@ -206,9 +206,7 @@ class VllmEngine:
         self._finished.append(generation)
         self._news.set()
 
-    def _generation(
-        self, request: GenerationRequest, index: int, completion: Completion, version: int
-    ) -> Generation:
+    def _generation(self, request: GenerationRequest, index: int, completion: Completion, version: int) -> Generation:
         spans = completion.spans
         if self._keep_kv:
             # Every token was computed from the prompt's cache, which may be as old as the request.
@@ -305,12 +303,7 @@ class VllmEngine:
         )
 
     async def _prepare(
-        self,
-        adapter: VllmAdapter,
-        weights: WeightSource,
-        version: int,
-        update: _Updating,
-        stack: AsyncExitStack,
+        self, adapter: VllmAdapter, weights: WeightSource, version: int, update: _Updating, stack: AsyncExitStack
     ) -> None:
         """Everything that can be done while requests run."""
         by_changes = not self._settings and not self._rebuilt
@@ -327,9 +320,7 @@ class VllmEngine:
         await self._locate(weights, version, update, stack)
         update.place |= self._settings
 
-    async def _locate(
-        self, weights: WeightSource, version: int, update: _Updating, stack: AsyncExitStack
-    ) -> None:
+    async def _locate(self, weights: WeightSource, version: int, update: _Updating, stack: AsyncExitStack) -> None:
         """Where vLLM's processes can read all of the weights, until the stack is closed."""
         if isinstance(weights, SharedWeights):
             publication = await asyncio.to_thread(stack.enter_context, weights.reading())
@@ -342,12 +333,7 @@ class VllmEngine:
         update.content_hash = update.place["content_hash"]
 
     async def _apply(
-        self,
-        adapter: VllmAdapter,
-        weights: WeightSource,
-        version: int,
-        update: _Updating,
-        stack: AsyncExitStack,
+        self, adapter: VllmAdapter, weights: WeightSource, version: int, update: _Updating, stack: AsyncExitStack
     ) -> Update:
         """Write and prove; all of the weights where writing changes has failed. Raises `WeightMismatch`."""
         if not update.place:
@@ -535,9 +521,7 @@ async def _copied(weights: WeightSource, version: int, folder: Path | None) -> A
     root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="cosmos-weights-", dir=folder))
     try:
         store = DirectoryStore(root)
-        done = await asyncio.to_thread(
-            publish, store, version=max(version, 0), timeline=0, tensors=weights.tensors()
-        )
+        done = await asyncio.to_thread(publish, store, version=max(version, 0), timeline=0, tensors=weights.tensors())
         published: Publication | None = getattr(weights, "publication", None)
         if published is not None and done.content_hash != published.content_hash:
             raise _mismatch(version, ["its files have changed since they were fetched and verified"])

@@ -41,9 +41,7 @@ def main() -> int:
     try:
         nodes = nodes_of(os.environ)
         if nodes is None or nodes.config is None:
-            raise EngineConfigError(
-                "COSMOS_ENGINE_NODES and COSMOS_ENGINE_NODE do not name a further machine"
-            )
+            raise EngineConfigError("COSMOS_ENGINE_NODES and COSMOS_ENGINE_NODE do not name a further machine")
         config = _own_config(nodes.config)
     except EngineConfigError as error:
         log.error("%s", error)

@@ -27,10 +27,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.model_loader.reload.layerwise import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rollout_worker.engines.scatter import BITS
 from rollout_worker.engines.vllm.proof import LoadTrace
@@ -103,10 +100,7 @@ def _is_plain(method: Any) -> bool:
 
 
 def _is_packed(method: Any) -> bool:
-    return (
-        isinstance(method, UnquantizedFusedMoEMethod)
-        and method.unquantized_backend is UnquantizedMoeBackend.CPU
-    )
+    return isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend is UnquantizedMoeBackend.CPU
 
 
 def _is_rebuilt(method: Any) -> bool:
@@ -147,17 +141,13 @@ class Derived:
 
 def derived(model: torch.nn.Module) -> list[Derived]:
     """The latent attention of a model."""
-    return [
-        Derived(name, module) for name, module in model.named_modules() if isinstance(module, MLAAttention)
-    ]
+    return [Derived(name, module) for name, module in model.named_modules() if isinstance(module, MLAAttention)]
 
 
 def _is_derived(layer: Any) -> bool:
     """Whether both halves are plain copies; other kernels keep them packed or quantised."""
     plain = _is_plain(_method(layer.kv_b_proj)) and layer.kv_b_proj.weight.numel() > 0
-    return (
-        plain and isinstance(layer.W_UK_T, torch.nn.Parameter) and isinstance(layer.W_UV, torch.nn.Parameter)
-    )
+    return plain and isinstance(layer.W_UK_T, torch.nn.Parameter) and isinstance(layer.W_UV, torch.nn.Parameter)
 
 
 # ---- packed ------------------------------------------------------------------------------------------------

@@ -43,9 +43,7 @@ class NcclReceiver:
     def works(self) -> bool:
         return self._failures < MOST_FAILURES
 
-    def receive(
-        self, line: Line, chunks: Sequence[Chunk], write: Callable[[Chunk, memoryview], object]
-    ) -> None:
+    def receive(self, line: Line, chunks: Sequence[Chunk], write: Callable[[Chunk, memoryview], object]) -> None:
         """Receive as `ReceivingCarrier.receive` does. Whatever vLLM raises becomes a `TransferError`."""
         done = in_daemon(lambda: self._receive(line, chunks, write), "nccl-receive")
         try:
@@ -60,9 +58,7 @@ class NcclReceiver:
             raise TransferError(f"{type(error).__name__}: {error}") from error
         self._failures = 0
 
-    def _receive(
-        self, line: Line, chunks: Sequence[Chunk], write: Callable[[Chunk, memoryview], object]
-    ) -> None:
+    def _receive(self, line: Line, chunks: Sequence[Chunk], write: Callable[[Chunk, memoryview], object]) -> None:
         line.tell({"member": self._member, "group": self._number if self._engine is not None else 0})
         answer = line.hear()
         sink = ChunkSink(chunks, write)

@@ -32,9 +32,7 @@ _EXIT_ORPHANED = 1
 _POLL_SECONDS = 0.5
 
 
-def boot_environment(
-    parent: int, modules: Sequence[str] = (), *, flashinfer: bool = False
-) -> dict[str, str | None]:
+def boot_environment(parent: int, modules: Sequence[str] = (), *, flashinfer: bool = False) -> dict[str, str | None]:
     """Variables to set (or, with None, to remove) while vLLM starts its processes. flashinfer: whether it samples."""
     return {
         PARENT: str(parent),

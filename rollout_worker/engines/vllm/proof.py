@@ -71,9 +71,7 @@ class _Known:
 class LoadTrace(TorchDispatchMode):
     """Watches the copies made while it is active. One per update; `given` wraps what the loader iterates over."""
 
-    def __init__(
-        self, model: torch.nn.Module, zeroed: Collection[str] = (), settled: Collection[str] = ()
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, zeroed: Collection[str] = (), settled: Collection[str] = ()) -> None:
         """zeroed: parameters that hold zeros alone now, so that what is not loaded is padding. settled: those that
         are made of others, which `settle` is called for."""
         super().__init__()
@@ -130,9 +128,7 @@ class LoadTrace(TorchDispatchMode):
         read = {name: list(self._read.get(name, ())) for name in self._given.tensors}
         for known in self._targets.values():
             problems += self._check(known, read)
-        return ProofReport(
-            problems, read, {name: tensor.numel() for name, tensor in self._given.tensors.items()}
-        )
+        return ProofReport(problems, read, {name: tensor.numel() for name, tensor in self._given.tensors.items()})
 
     def weight_map(self, orders: Mapping[str, torch.Tensor] | None = None) -> WeightMap:
         """Where the given tensors lie in the model. Call it after a report without problems.
@@ -151,9 +147,7 @@ class LoadTrace(TorchDispatchMode):
                 name, offset = found
                 tensor = self._given.tensors[name]
                 if not tensor.is_contiguous() or source.dtype is not tensor.dtype:
-                    raise UnmappedError(
-                        f"{known.name} was loaded from {name} by reading it as something else"
-                    )
+                    raise UnmappedError(f"{known.name} was loaded from {name} by reading it as something else")
                 spread = source.expand(copy.target.shape)
                 region = offset, tuple(spread.shape), tuple(spread.stride())
                 places.setdefault(name, []).append(
@@ -166,8 +160,7 @@ class LoadTrace(TorchDispatchMode):
                     )
                 )
         published = {
-            name: PublishedTensor(tensor.dtype, tuple(tensor.shape))
-            for name, tensor in self._given.tensors.items()
+            name: PublishedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._given.tensors.items()
         }
         return WeightMap(published, places)
 
@@ -227,9 +220,7 @@ def unread(reports: Iterable[ProofReport]) -> list[str]:
         for name, regions in report.read.items():
             parts.setdefault(name, set()).update(regions)
     return [
-        name
-        for name, size in sizes.items()
-        if sum(math.prod(shape) for _, shape, _ in parts.get(name, ())) < size
+        name for name, size in sizes.items() if sum(math.prod(shape) for _, shape, _ in parts.get(name, ())) < size
     ]
 
 

@@ -138,11 +138,7 @@ def _groups(tensors: Sequence[_Tensor], most: int) -> Iterator[list[tuple[_Tenso
 
 
 async def _add(
-    adapter: VllmAdapter,
-    group: Sequence[tuple[_Tensor, int]],
-    n_ranks: int,
-    tally: Tally,
-    folder: Path | None,
+    adapter: VllmAdapter, group: Sequence[tuple[_Tensor, int]], n_ranks: int, tally: Tally, folder: Path | None
 ) -> list[str]:
     """Hash a group of tensors. Returns what is wrong inside of single ranks."""
     last, start = group[-1]
@@ -168,9 +164,7 @@ def _directory(n_bytes: int, folder: Path | None = None) -> Path:
     raise _NoRoomError(f"{n_bytes} bytes are free in none of {', '.join(map(str, places))}")
 
 
-def _tally(
-    directory: Path, n_bytes: int, group: Sequence[tuple[_Tensor, int]], n_ranks: int, tally: Tally
-) -> None:
+def _tally(directory: Path, n_bytes: int, group: Sequence[tuple[_Tensor, int]], n_ranks: int, tally: Tally) -> None:
     files = [
         torch.from_file(str(directory / str(rank)), shared=True, size=n_bytes, dtype=torch.uint8)
         for rank in range(n_ranks)

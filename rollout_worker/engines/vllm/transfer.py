@@ -158,9 +158,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         for weights in packed:
             weights.open()
         made = {
-            f"{name}.{own}"
-            for name, layer in rebuilt.items()
-            for own, _ in layer.named_parameters(recurse=False)
+            f"{name}.{own}" for name, layer in rebuilt.items() for own, _ in layer.named_parameters(recurse=False)
         }
         made |= {name for halves in derived for name in halves.parameters}
         trace = LoadTrace(self.model, {weights.name for weights in packed}, made)
@@ -212,9 +210,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         with _opened(info) as tensors, torch.no_grad():
             return adapters.problems(self.model, info.adapter, dict(tensors))
 
-    def _remember(
-        self, trace: LoadTrace, packed: Sequence[layers.Packed], *, is_rebuilt: bool, content: str
-    ) -> None:
+    def _remember(self, trace: LoadTrace, packed: Sequence[layers.Packed], *, is_rebuilt: bool, content: str) -> None:
         if is_rebuilt:
             self._digests = layers.digests(self.model)
             return

@@ -80,9 +80,7 @@ def _schema_path(parts: list[str]) -> KeyPath:
         if get_origin(annotation) is list and part.isascii() and part.isdigit():
             path = (*path, int(part[:6]))  # an item: the annotation of its keys is the list's
             continue
-        names = {
-            name.lower(): name for section in section_classes(annotation) for name in section.model_fields
-        }
+        names = {name.lower(): name for section in section_classes(annotation) for name in section.model_fields}
         path = (*path, names.get(part.lower(), part.lower()))
         annotation = annotation_of(path)
     return path
@@ -91,7 +89,5 @@ def _schema_path(parts: list[str]) -> KeyPath:
 def _no_section(name: str, path: KeyPath, text: str, suggests: bool) -> Problem:
     hint = suggest_key(path[:1], {}) if suggests else ""
     if not hint.startswith("did you mean"):
-        hint = (
-            f"the sections are {', '.join(Config.model_fields)}; unset the variable if it is not meant for us"
-        )
+        hint = f"the sections are {', '.join(Config.model_fields)}; unset the variable if it is not meant for us"
     return Problem(format_key(path), "unknown section", text, hint, file=f"environment variable {name}")

@@ -94,11 +94,7 @@ def annotation_of(path: KeyPath) -> Any:
     for part in path:
         if isinstance(part, int):
             continue  # an item of a list of tables: the list's type has their class
-        found = [
-            model.model_fields[str(part)]
-            for model in section_classes(annotation)
-            if part in model.model_fields
-        ]
+        found = [model.model_fields[str(part)] for model in section_classes(annotation) if part in model.model_fields]
         if not found:
             return None
         annotation = found[0].annotation
@@ -296,10 +292,7 @@ def _wrong_choice(path: KeyPath, value: Any, choices: tuple[str, ...], expected:
     key = format_key(path)
     if key == "rollout.backend" and value in NOT_BUILT:
         first, *others = (f'"{name}"' for name in BACKENDS)
-        return (
-            f'"{value}" is not available',
-            f"this build runs rollouts with {first} (or {' or '.join(others)})",
-        )
+        return (f'"{value}" is not available', f"this build runs rollouts with {first} (or {' or '.join(others)})")
     close = closest(value, choices) if isinstance(value, str) else None
     return message, f'did you mean "{close}"?' if close else _meaning(path)
 
@@ -365,14 +358,8 @@ def _name_elsewhere(path: KeyPath, data: Mapping[str, Any]) -> str:
         systems = others.systems_of_table(str(path[0]))
         inside = islice(_leaves(data[str(path[0])], format_key(path)), 20) if systems else ()
         pairs = ((key, others.names_here(key)) for key in inside)
-        known = [
-            f"; {key} is {' and '.join(some[0].ours)} here" for key, some in pairs if some and some[0].ours
-        ]
-        return (
-            f"a table of {systems} files, which cosmos-launch convert reads{''.join(known[:3])}"
-            if systems
-            else ""
-        )
+        known = [f"; {key} is {' and '.join(some[0].ours)} here" for key, some in pairs if some and some[0].ours]
+        return f"a table of {systems} files, which cosmos-launch convert reads{''.join(known[:3])}" if systems else ""
     found = others.names_here(format_key(path)) or others.names_here(str(path[-1]))
     ours = list(dict.fromkeys(key for theirs in found for key in theirs.ours))
     ours.sort(key=lambda key: not key.startswith(f"{path[0]}."))  # those of the same section come first

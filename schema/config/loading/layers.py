@@ -109,9 +109,7 @@ class Layers:
         """Take the tables that a file replaces out of what is there; what cannot be meant is a problem."""
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             by = origin((REPLACE,))
-            problem = Problem(
-                REPLACE, "expected a list of tables", names, f'write {REPLACE} = ["train.ckpt"]'
-            )
+            problem = Problem(REPLACE, "expected a list of tables", names, f'write {REPLACE} = ["train.ckpt"]')
             self.problems.append(problem.at(by.source, by.line, by.column))
             return
         for index, name in enumerate(names):
@@ -122,18 +120,14 @@ class Layers:
                 self.problems.append(problem.at(by.source, by.line, by.column))
             elif _at(self.data, path) is None:
                 message = f"has no effect: no file before this one has the table {name}"
-                problem = Problem(
-                    REPLACE, message, name, "take its name out, or put this file behind the other"
-                )
+                problem = Problem(REPLACE, message, name, "take its name out, or put this file behind the other")
                 self.warnings.append(problem.at(by.source, by.line, by.column))
             else:
                 for inside in [path, *_inside(_at(self.data, path), path)]:
                     self.origins.pop(inside, None)
                 del _at(self.data, path[:-1])[path[-1]]
 
-    def _merge_table(
-        self, into: dict[str, Any], table: Mapping[str, Any], path: KeyPath, origin: Any
-    ) -> None:
+    def _merge_table(self, into: dict[str, Any], table: Mapping[str, Any], path: KeyPath, origin: Any) -> None:
         for key, value in table.items():
             inner = (*path, key)
             if isinstance(value, dict) and isinstance(into.get(key), dict):
@@ -175,9 +169,7 @@ class Layers:
         self._replace(table, path, value, lambda _: origin)
 
 
-def read_layers(
-    paths: Sequence[Path], overrides: Sequence[str], env: Mapping[str, str] | None = None
-) -> Layers:
+def read_layers(paths: Sequence[Path], overrides: Sequence[str], env: Mapping[str, str] | None = None) -> Layers:
     """Read files, environment (None: none) and overrides. Raises ConfigError for files that cannot be read."""
     layers = Layers()
     broken: list[Problem] = []

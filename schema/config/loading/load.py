@@ -56,11 +56,7 @@ class LoadedConfig:
 
 
 def load(
-    paths: Paths,
-    overrides: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    *,
-    elsewhere: bool = False,
+    paths: Paths, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None, *, elsewhere: bool = False
 ) -> LoadedConfig:
     """Read all layers (`schema.config.loading.layers`), validate and check; keeps the origin of each value.
 
@@ -148,10 +144,7 @@ def _too_large(data: Any) -> Iterator[Finding]:
             most = _MOST_BITS if FREE_TABLES.isdisjoint(path) else _MOST_BITS_OF_OTHERS
             if value.bit_length() > most:
                 message = f"an integer of {value.bit_length()} bits is too large for any purpose"
-                yield (
-                    path,
-                    partial(Problem, format_key(path), message, None, f"write a number below 2^{most}"),
-                )
+                yield (path, partial(Problem, format_key(path), message, None, f"write a number below 2^{most}"))
 
 
 def _finding(problem: Problem) -> Finding:

@@ -52,9 +52,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     """
     if found := _LONG_KEY.search(text):
         line = text.count("\n", 0, found.start()) + 1
-        raise ValueError(
-            f"nested too deeply: a key of more than {MAX_DEPTH} parts (at line {line}, column 1)"
-        )
+        raise ValueError(f"nested too deeply: a key of more than {MAX_DEPTH} parts (at line {line}, column 1)")
     return tomllib.loads(text)
 
 
@@ -171,9 +169,7 @@ def _parse(text: str, file: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError([Problem("", "broken TOML: nested too deeply", file=file)]) from None
     except ValueError as error:
-        raise ConfigError(
-            [other_systems().recognise(text, file) or _broken(str(error), text, file)]
-        ) from None
+        raise ConfigError([other_systems().recognise(text, file) or _broken(str(error), text, file)]) from None
 
 
 _SMALLER = "write numbers below 2^63"

@@ -14,9 +14,7 @@ def dumps(table: Mapping[str, Any]) -> str:
 
 
 def _table(path: tuple[str, ...], table: Mapping[str, Any]) -> list[str]:
-    plain = {
-        key: value for key, value in table.items() if not isinstance(value, Mapping) and value is not None
-    }
+    plain = {key: value for key, value in table.items() if not isinstance(value, Mapping) and value is not None}
     tables = {key: value for key, value in table.items() if isinstance(value, Mapping)}
     lines: list[str] = []
     if path and (plain or not tables):
@@ -38,8 +36,6 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        items = (
-            f"{format_key((key,))} = {toml_value(item)}" for key, item in value.items() if item is not None
-        )
+        items = (f"{format_key((key,))} = {toml_value(item)}" for key, item in value.items() if item is not None)
         return "{ " + ", ".join(items) + " }" if value else "{}"
     raise TypeError(f"TOML has no {type(value).__name__}")

@@ -184,9 +184,7 @@ def _unknown(question: str, name: str) -> Problem:
 
 def _describing(words: str) -> list[str]:
     """The first keys whose description has these words."""
-    found = (
-        key for key in leaf_keys() for _, info in fields_of(key) if words in (info.description or "").lower()
-    )
+    found = (key for key in leaf_keys() for _, info in fields_of(key) if words in (info.description or "").lower())
     return list(dict.fromkeys(found))[:5] if words.strip() else []
 
 

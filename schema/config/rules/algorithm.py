@@ -104,9 +104,7 @@ def groups_are_large_enough(config: Config) -> Iterator[Problem]:
     for name, value in idle.items():
         if value:
             key = f"{_POLICY}.{name}"
-            message = (
-                f"{value} compares the samples of a prompt, and {_GROUP} = 1: every group would be left out"
-            )
+            message = f"{value} compares the samples of a prompt, and {_GROUP} = 1: every group would be left out"
             if name != "filter_reward_metric":
                 message = f"{value} compares the samples of a prompt, and {_GROUP} = 1"
             hint = f"leave it out, or write {_GROUP} = 8"

@@ -94,9 +94,7 @@ def shuffling_has_pieces(config: Config) -> Iterator[Problem]:
         hint = "leave it out, or write {.mini_batch_shuffle!} = true"
         if config.grpo.mu_iterations == 1 and config.grpo.batch_size_per_optimize is None:
             hint += " and {.mu_iterations!} = 2"
-        yield refused(
-            config, f"{_POLICY}.mini_batch_shuffle_seed", "has no effect: {.mini_batch_shuffle=}", hint
-        )
+        yield refused(config, f"{_POLICY}.mini_batch_shuffle_seed", "has no effect: {.mini_batch_shuffle=}", hint)
 
 
 _LONGEST = "policy.model_max_length"

@@ -61,9 +61,7 @@ def names_are_valid(config: Config) -> Iterator[Problem]:
         hint = 'write {!} = "name-of-your-bucket"; what keys begin with is {.s3_prefix!}'
         yield refused(config, f"{_CKPT}.s3_bucket", says, hint)
     if not _PREFIX.fullmatch(prefix) or {".", ".."} & set(prefix.split("/")) or len(prefix) > MOST_PREFIX:
-        message = (
-            f"{prefix!r} cannot begin keys: letters, digits and !_.*'()- in parts divided by /, no . or .."
-        )
+        message = f"{prefix!r} cannot begin keys: letters, digits and !_.*'()- in parts divided by /, no . or .."
         hint = 'write a plain one such as "outputs" or "team/outputs", or leave it out'
         yield Problem(f"{_CKPT}.s3_prefix", message, prefix, hint)
     wrong = not _REPOSITORY.fullmatch(repository) or "--" in repository or ".." in repository

@@ -140,11 +140,7 @@ def _column_problems(
             continue
         close = closest(column, columns.names())
         message = f"{source} does not have the {'default ' if is_default else ''}column `{column}`"
-        hint = (
-            f'write {column_key} = "{close}"'
-            if close
-            else f"its columns: {', '.join(sorted(columns.fields))}"
-        )
+        hint = f'write {column_key} = "{close}"' if close else f"its columns: {', '.join(sorted(columns.fields))}"
         if dataset.is_synthetic and column == "conversations":
             hint = f"write {key}.options.demonstrations = true"
         related = (f"{key}.name", f"{key}.files", f"{key}.options")
@@ -172,9 +168,7 @@ def _wanted_columns(config: Config, dataset_key: str) -> Iterator[tuple[str, str
 def _evaluation_columns(section: EvaluationConfig) -> Iterator[tuple[str, str, bool]]:
     default = EvaluationConfig()
     names = ["prompt_column_name", "responses_column_name", "reference_column_name"]
-    if "by_source" in section.reward_weights or (
-        section.data_source_column_name != default.data_source_column_name
-    ):
+    if "by_source" in section.reward_weights or (section.data_source_column_name != default.data_source_column_name):
         names.append("data_source_column_name")
     for name in names:
         value = getattr(section, name)

@@ -171,9 +171,7 @@ def impossible_without_gpus(config: Config) -> Iterator[Problem]:
         yield refused(config, "placement.share", says + "and there are none", hint, related)
     if config.replays_routing and engine.routes_on_gpus:
         says = f"{{}}: {engine.title} returns the chosen experts on GPUs alone, and there are none"
-        yield refused(
-            config, _ROUTING, says, 'write {!} = "none", or rollout.backend = "transformers"', related
-        )
+        yield refused(config, _ROUTING, says, 'write {!} = "none", or rollout.backend = "transformers"', related)
 
 
 _CALIBRATED = frozenset({"awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin"})
@@ -210,9 +208,7 @@ def stop_strings_can_be_found(config: Config, find: FindFile = local_file) -> It
 
 def never_stops(string: str, token: str) -> Problem:
     """Report the fault of a stop string that holds a special token and more."""
-    message = (
-        f"{token!r} is a special token, which the text of an answer leaves out: this is never found in it"
-    )
+    message = f"{token!r} is a special token, which the text of an answer leaves out: this is never found in it"
     hint = f"write {token!r} alone, at which an answer ends, or the text without it"
     return Problem(f"{_SAMPLING}.stop", message, string, hint)
 

@@ -46,11 +46,7 @@ def _validates(config: Config) -> bool:
 
 
 _NO_ROLLOUTS = "supervised training generates nothing"
-SFT_READS = (
-    "multi_turn_config.custom_chat_template_path",
-    "sampling_config.stop",
-    "sampling_config.stop_token_ids",
-)
+SFT_READS = ("multi_turn_config.custom_chat_template_path", "sampling_config.stop", "sampling_config.stop_token_ids")
 """Keys of [rollout] that supervised training reads: how conversations are rendered, and where answers end."""
 
 OF_ANOTHER_JOB = (
@@ -146,9 +142,7 @@ BESIDE_AN_EVALUATION = tuple(
     Idle(name, lambda _: False, "an evaluation scores a file and runs nothing else", but=but)
     for name, but in {
         "train": _OF_EVERY_JOB,
-        **dict.fromkeys(
-            ("policy", "teacher", "rollout", "validation", "controller", "redis", "weight_sync"), ()
-        ),
+        **dict.fromkeys(("policy", "teacher", "rollout", "validation", "controller", "redis", "weight_sync"), ()),
         **dict.fromkeys(("placement", "launcher", "logging", "profiler"), ()),
         "reward": ("timeout", "num_workers", "retries", "environment"),
     }.items()
@@ -189,9 +183,7 @@ def _problems(config: Config, row: Idle) -> list[Problem]:
             return []
         return [Problem(row.key, f"has no effect here: {row.why}", value, row.hint)]
     names = [
-        name
-        for name in _changed(value, default)
-        if not any(f"{name}.".startswith(f"{but}.") for but in row.but)
+        name for name in _changed(value, default) if not any(f"{name}.".startswith(f"{but}.") for but in row.but)
     ]
     if not names:
         return []

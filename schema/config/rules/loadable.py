@@ -59,9 +59,7 @@ def models_are_of_text(config: Config, find: FindFile = local_file) -> Iterator[
         of_critic = key == "critic.model_name_or_path"
         keys, section = (config.critic, "critic") if of_critic else (policy, "policy")
         own = ("AutoModel" if of_critic else "AutoModelForCausalLM") in facts.own_code
-        trusts = keys.trust_remote_code or (
-            policy.trust_remote_code and facts.name == policy.model_name_or_path
-        )
+        trusts = keys.trust_remote_code or (policy.trust_remote_code and facts.name == policy.model_name_or_path)
         if own and trusts:
             continue
         if reason := _unfit(facts, registers=bool(policy.external_modules or keys.external_modules)):
@@ -171,9 +169,7 @@ def unused_tokens_without_rows(config: Config, find: FindFile = local_file) -> I
     """Warning: special tokens that the model has no row for, and that only a text which spells them out becomes."""
     beyond = _beyond(config, find)
     if beyond is not None and not beyond.used:
-        yield beyond.problem(
-            "nothing to do as long as no text of the data spells them out: rows that do are refused"
-        )
+        yield beyond.problem("nothing to do as long as no text of the data spells them out: rows that do are refused")
 
 
 @dataclass(frozen=True)

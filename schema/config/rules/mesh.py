@@ -221,9 +221,7 @@ def several_trainers_share_their_work(config: Config) -> Iterator[Problem]:
     replicas, saved = config.policy.parallelism.n_init_replicas, config.train.ckpt.save_contents
     if replicas == 1 or config.is_evaluation:
         if any(written(config.policy, "exchange")):
-            yield refused(
-                config, "policy.exchange", f"{{{_REPLICAS}=}}: there is nobody to exchange gradients with"
-            )
+            yield refused(config, "policy.exchange", f"{{{_REPLICAS}=}}: there is nobody to exchange gradients with")
         return
     for other, value, why in _kept_alone(config):
         message = f"{replicas} policy replicas do not share {why}: {other} = {toml_value(value)}"

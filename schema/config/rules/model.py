@@ -151,16 +151,10 @@ def _divisors(*counts: int | None) -> str:
     return fitting[0] if len(fitting) == 1 else f"{', '.join(fitting[:-1])} or {fitting[-1]}"
 
 
-def heads_are_divided(
-    section: str, mesh: ParallelismConfig, facts: ModelFacts, model: str = MODEL
-) -> list[Problem]:
+def heads_are_divided(section: str, mesh: ParallelismConfig, facts: ModelFacts, model: str = MODEL) -> list[Problem]:
     """Tensor parallelism of a trainer gives each rank whole heads and whole experts. model: the key that names it."""
     key, size = f"{section}.tp_size", mesh.tp_size
-    counts = {
-        "attention heads": facts.heads,
-        "key/value heads": facts.kv_heads,
-        "experts": facts.experts or None,
-    }
+    counts = {"attention heads": facts.heads, "key/value heads": facts.kv_heads, "experts": facts.experts or None}
     for words, count in counts.items():
         if count is not None and count % size:
             message = f"{size} does not divide the {count} {words} of {model} = {facts.name}"
@@ -179,17 +173,11 @@ def layers_fill_stages(
     section: str, mesh: ParallelismConfig, facts: ModelFacts, model: str = MODEL
 ) -> Iterator[Problem]:
     """Every pipeline stage has a layer. model: the key that names it."""
-    key, other, stages = (
-        f"{section}.pp_size",
-        f"{section}.virtual_pp_size",
-        mesh.pp_size * mesh.virtual_pp_size,
-    )
+    key, other, stages = (f"{section}.pp_size", f"{section}.virtual_pp_size", mesh.pp_size * mesh.virtual_pp_size)
     if facts.layers is None or mesh.pp_size == 1 or stages <= facts.layers:
         return
     times = f" * {other} = {mesh.virtual_pp_size}" if mesh.virtual_pp_size > 1 else ""
-    message = (
-        f"{mesh.pp_size}{times} are {stages} stages for the {facts.layers} layers of {model} = {facts.name}"
-    )
+    message = f"{mesh.pp_size}{times} are {stages} stages for the {facts.layers} layers of {model} = {facts.name}"
     hint = f"write {key} = {max(facts.layers // mesh.virtual_pp_size, 1)}"
     yield Problem(key, message, mesh.pp_size, hint, related=(model, other))
 
@@ -257,17 +245,12 @@ def critic_reads_the_policy(config: Config, find: FindFile = local_file) -> Iter
         )
         sizes = [facts.vocabulary for facts in (mine, theirs) if facts and facts.vocabulary]
         if len(sizes) == 2 and sizes[0] != sizes[1]:
-            message = (
-                f"{name} has {sizes[1]} tokens, and {MODEL} = {policy.model_name_or_path} has {sizes[0]}"
-            )
+            message = f"{name} has {sizes[1]} tokens, and {MODEL} = {policy.model_name_or_path} has {sizes[0]}"
             yield Problem(key, message, name, _SAME_TOKENS, related=(MODEL,))
             return
     if critic.tokenizer_name_or_path is not None:
         key, name = "critic.tokenizer_name_or_path", critic.tokenizer_name_or_path
-    tokens, other = (
-        vocabulary_of(*policy.tokenizer, find),
-        vocabulary_of(str(name), critic.model_revision, find),
-    )
+    tokens, other = (vocabulary_of(*policy.tokenizer, find), vocabulary_of(str(name), critic.model_revision, find))
     if tokens and other and (differs := difference(tokens, other)):
         message = f"{name} numbers other tokens than the policy's tokenizer: {differs}"
         yield Problem(key, message, name, _SAME_TOKENS, related=(MODEL,))
@@ -401,9 +384,7 @@ def kept_sets_are_bounded(config: Config, find: FindFile = local_file) -> Iterat
     name = "top_k" if sampling.top_k > 0 else "top_p" if sampling.top_p < 1.0 else "min_p"
     key, value = f"rollout.sampling_config.{name}", getattr(sampling, name)
     of = "a vocabulary that is not known here" if known is None else f"a vocabulary of {known}"
-    message = (
-        f"{value} alone can keep more than {MOST_KEPT} ids of {of} for a token, which training must know"
-    )
+    message = f"{value} alone can keep more than {MOST_KEPT} ids of {of} for a token, which training must know"
     hint = (
         f"write rollout.sampling_config.top_k = {MOST_KEPT} or less (next to it), or "
         f'rollout.sampling_config.sampling_correction = "raw"'

@@ -46,12 +46,7 @@ def rewards_are_known(config: Config) -> Iterator[Problem]:
 
 
 def reward_problems(
-    key: str,
-    spec: RewardSpec,
-    weights: Mapping[str, float],
-    custom: Collection[str],
-    *,
-    may_be_0: bool = False,
+    key: str, spec: RewardSpec, weights: Mapping[str, float], custom: Collection[str], *, may_be_0: bool = False
 ) -> Iterator[Problem]:
     """Report the faults of the reward functions that a key names. custom: keys of `[custom]`.
 
@@ -74,9 +69,7 @@ def _reward_problem(key: str, name: str, custom: Collection[str]) -> Problem | N
     if not colon:
         close = closest(name, BUILTIN_REWARDS)
         known = f'built in: {", ".join(BUILTIN_REWARDS)}; your own: "path/to/file.py:function"'
-        return Problem(
-            key, f"unknown reward function `{name}`", name, f"did you mean `{close}`?" if close else known
-        )
+        return Problem(key, f"unknown reward function `{name}`", name, f"did you mean `{close}`?" if close else known)
     found = own_function(key, name, "reward file")
     if isinstance(found, ast.AST):
         fault = of_source(found, custom)

@@ -29,11 +29,7 @@ def images_are_pinned(config: Config) -> Iterator[Problem]:
 
 def domains_are_shared(config: Config) -> Iterator[Problem]:
     """Shares of domains have a column that names the domain; they are positive and add up to one."""
-    key, column, shares = (
-        f"{_POLICY}.domain_shares",
-        f"{_POLICY}.domain_column_name",
-        config.grpo.domain_shares,
-    )
+    key, column, shares = (f"{_POLICY}.domain_shares", f"{_POLICY}.domain_column_name", config.grpo.domain_shares)
     total = math.fsum(shares.values()) if all(abs(share) <= 1e9 for share in shares.values()) else math.inf
     if shares and not config.grpo.domain_column_name:
         message = f'{_table(shares)} are shares of domains, and {column} = "" names none'
@@ -46,10 +42,7 @@ def domains_are_shared(config: Config) -> Iterator[Problem]:
         yield Problem(key, message, shares, "give it a share, or filter the data")
     elif shares and abs(total - 1.0) > _SHARES_ADD_UP:
         scaled = {name: round(share / total, 4) for name, share in shares.items()}
-        message, hint = (
-            f"{_table(shares)} add up to {total:g}, not to 1",
-            f"in these proportions: {_table(scaled)}",
-        )
+        message, hint = (f"{_table(shares)} add up to {total:g}, not to 1", f"in these proportions: {_table(scaled)}")
         yield Problem(key, message, shares, hint)
 
 

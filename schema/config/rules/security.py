@@ -142,9 +142,7 @@ def redis_is_not_overheard(config: Config) -> Iterator[Problem]:
     except ValueError:
         return  # `redis_address_is_one` says so
     if host and not is_loopback(host):
-        message = (
-            f"without TLS the password and every sample go in the clear to whatever listens at {host}, and "
-        )
+        message = f"without TLS the password and every sample go in the clear to whatever listens at {host}, and "
         message += "whatever answers there decides the state of the job"
         hint = "write rediss:// and redis.tls_ca, unless the network is trusted"
         yield Problem("redis.url", message, None, hint)

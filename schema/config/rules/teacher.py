@@ -37,9 +37,7 @@ def teachers_are_somewhere(config: Config) -> Iterator[Problem]:
     """A teacher is a local model or a server."""
     for key, teacher in _numbered(config):
         if (teacher.model is None) == (teacher.url is None):
-            message = (
-                "neither model nor url says where it is" if teacher.model is None else "both model and url"
-            )
+            message = "neither model nor url says where it is" if teacher.model is None else "both model and url"
             hint = f'write {key}.model = "path or name", or {key}.url = "http://host:8000"'
             yield Problem(key, message, None, hint, related=(f"{key}.model", f"{key}.url"))
         if teacher.model is not None:

@@ -28,9 +28,7 @@ def interval_fits_staleness(config: Config) -> Iterator[Problem]:
     if config.grpo.on_policy:
         hint = f"write {{!}} = {bound + 1}, or {_POLICY}.on_policy = false"
     related = (f"{_POLICY}.allowed_outdated_steps", f"{_POLICY}.on_policy")
-    yield refused(
-        config, "train.sync_weight_interval", f"{says}: training would wait for ever", hint, related
-    )
+    yield refused(config, "train.sync_weight_interval", f"{says}: training would wait for ever", hint, related)
 
 
 def _chance(key: str, lets_in: Callable[[Config], bool], how: str, value: str) -> Refusal:

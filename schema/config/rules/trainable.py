@@ -32,9 +32,7 @@ def initialisers_have_what_they_need(config: Config) -> Iterator[Problem]:
     for section, lora in _adapters(config):
         key, role = f"{section}.init_lora_weights", section.partition(".")[0]
         if lora.init_lora_weights == "eva":
-            says = (
-                "{} starts the adapter at the principal components of activations, and before its first step "
-            )
+            says = "{} starts the adapter at the principal components of activations, and before its first step "
             hint = 'write {!} = true, or "pissa", which starts at those of the weights'
             yield refused(config, key, says + f"[{section}] has seen no data", hint)
         if lora.init_lora_weights == "loftq":
@@ -62,10 +60,7 @@ def modules_are_named_once(config: Config) -> Iterator[Problem]:
     for section, lora in _adapters(config):
         targets = lora.target_modules
         if targets in ([], ""):
-            says, hint = (
-                "names no module: there would be no adapter",
-                "leave it out for the model's own choice",
-            )
+            says, hint = ("names no module: there would be no adapter", "leave it out for the model's own choice")
             yield refused(config, f"{section}.target_modules", says, hint)
         both = sorted(set(lora.modules_to_save or ()) & set(targets)) if isinstance(targets, list) else []
         if both:
@@ -112,15 +107,10 @@ def reference_of_adapters_is_the_base(config: Config) -> Iterator[Problem]:
     shown, interval = f"{other} = {value_at(config, other)!r}", config.grpo.reference_reset_interval
     if interval:
         key, related = "train.train_policy.reference_reset_interval", (other, "policy.lora")
-        message = (
-            f"{interval} would copy the adapters of policy.lora into the reference, and {shown} has none"
-        )
+        message = f"{interval} would copy the adapters of policy.lora into the reference, and {shown} has none"
         yield Problem(key, message, interval, f"leave it out, or leave {other} out", related=related)
     if apart and lora.init_lora_weights is False:
-        key, hint = (
-            "policy.lora.init_lora_weights",
-            f"write policy.lora.init_lora_weights = true, or {other} = []",
-        )
+        key, hint = ("policy.lora.init_lora_weights", f"write policy.lora.init_lora_weights = true, or {other} = []")
         message = f"false begins away from the base, and {shown} keeps the base alone as the policy's initial weights"
         yield Problem(key, message, False, hint, related=(other,))
 

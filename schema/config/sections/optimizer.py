@@ -9,17 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schema.config.base import (
-    Amount,
-    BetaFloat,
-    Count,
-    Dtype,
-    Natural,
-    NotNegative,
-    Positive,
-    Section,
-    UnitFloat,
-)
+from schema.config.base import Amount, BetaFloat, Count, Dtype, Natural, NotNegative, Positive, Section, UnitFloat
 from schema.config.key import cosmos_key, key
 
 OptimizerName = Literal["AdamW", "Adam", "SGD", "Muon", "AdamW8bit", "Adam8bit"]

@@ -9,9 +9,7 @@ from pydantic import Field
 from schema.config.base import Count, NonEmptyStr, NotNegative, Seconds, Section
 from schema.config.key import key
 
-TeacherLoss = Literal[
-    "reverse_kl_advantage", "reverse_kl_k2", "reverse_kl_k3", "reverse_kl_full", "top_k_jsd"
-]
+TeacherLoss = Literal["reverse_kl_advantage", "reverse_kl_k2", "reverse_kl_k3", "reverse_kl_full", "top_k_jsd"]
 MOST_TOP_K = 1024
 """Entries of a teacher's distribution at each token: beyond, the full KL is cheaper."""
 

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from schema.config.base import (
-    BetaFloat,
-    Count,
-    Dtype,
-    Natural,
-    NonEmptyStr,
-    Samples,
-    Section,
-    Seed,
-    SizeOrAll,
-)
+from schema.config.base import BetaFloat, Count, Dtype, Natural, NonEmptyStr, Samples, Section, Seed, SizeOrAll
 from schema.config.key import Deviation, cosmos_key, key
 from schema.config.sections.optimizer import OptimizerKeys, PrecisionKeys
 from schema.config.sections.train_policy import GrpoConfig, TrainPolicy

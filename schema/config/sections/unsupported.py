@@ -49,9 +49,7 @@ def _refusal(path: KeyPath, value: Any) -> Problem:
         f"`{source}` = {_shown(value)} of the source decides what is trained, or may do so and is not understood, "
         "and has no counterpart here: without it this job trains by another method"
     )
-    hint = (
-        "remove the line to train without it, knowingly; the comment there says why, and what may replace it"
-    )
+    hint = "remove the line to train without it, knowingly; the comment there says why, and what may replace it"
     return Problem(format_key(path), message, value, hint)
 
 

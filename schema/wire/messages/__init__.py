@@ -30,14 +30,7 @@ from schema.wire.messages.job import (
     RewardStatus,
     ValidationRecord,
 )
-from schema.wire.messages.leases import (
-    HeldLease,
-    LeasedGroup,
-    LeaseReply,
-    LeaseRequest,
-    LeaseStatus,
-    ReleaseReply,
-)
+from schema.wire.messages.leases import HeldLease, LeasedGroup, LeaseReply, LeaseRequest, LeaseStatus, ReleaseReply
 from schema.wire.messages.publications import (
     PublicationInfo,
     PublishReply,

@@ -104,9 +104,7 @@ class ScaleDecision(Message):
     at: float
     before: int
     desired: int
-    kind: Text = Field(
-        description="Of the reason, the same while it stays the same; `manual`: a number by hand."
-    )
+    kind: Text = Field(description="Of the reason, the same while it stays the same; `manual`: a number by hand.")
     reason: Reason
 
 
@@ -122,9 +120,7 @@ class Scaling(Message):
     minimum: int
     maximum: int
     desired: list[tuple[float, int]]
-    replicas: list[tuple[float, int]] = Field(
-        description="Those that were registered, neither lost nor gone."
-    )
+    replicas: list[tuple[float, int]] = Field(description="Those that were registered, neither lost nor gone.")
     need: list[tuple[float, float]] = Field(description="Replicas with which neither side would wait.")
     wait: list[tuple[float, float]] = Field(description="Share of its time that the trainer waited.")
     throttled: list[tuple[float, float]] = Field(description="Share of the groups that the bound refused.")

@@ -7,15 +7,7 @@ from typing import Annotated
 from pydantic import FailFast, Field
 
 from schema.util.text import PLAIN
-from schema.wire.messages.base import (
-    MOST_METRICS,
-    MOST_VALIDATIONS,
-    Count,
-    Message,
-    MetricName,
-    Text,
-    TrainerRequest,
-)
+from schema.wire.messages.base import MOST_METRICS, MOST_VALIDATIONS, Count, Message, MetricName, Text, TrainerRequest
 from schema.wire.messages.samples import MOST_TRAINED, TrainedSample
 
 

@@ -77,10 +77,7 @@ def large_push(rollout: Rollout) -> bytes:
 
     (group,) = rollout.lease(1).groups
     frames = [make_frame(make_header(index, 0, tokens=500_000)) for index in range(2)]
-    items = [
-        PushItem(group_id=group.group_id, lease_id=group.lease_id, index=index)
-        for index in range(len(frames))
-    ]
+    items = [PushItem(group_id=group.group_id, lease_id=group.lease_id, index=index) for index in range(len(frames))]
     body = api.push_many(PushList(replica_id=rollout.reply.replica_id, pushes=items), frames).body
     assert body is not None
     return body

@@ -244,12 +244,8 @@ async def test_an_answer_that_nobody_reads_is_dropped_and_a_slow_reader_gets_it(
         writer.close()
 
 
-@given(
-    limit=st.integers(1, 20), parts=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=60)
-)
-def test_a_budget_holds_its_limit_or_one_body_and_never_stops_all(
-    limit: int, parts: list[tuple[int, int]]
-) -> None:
+@given(limit=st.integers(1, 20), parts=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=60))
+def test_a_budget_holds_its_limit_or_one_body_and_never_stops_all(limit: int, parts: list[tuple[int, int]]) -> None:
     """Five bodies: a part of 0 bytes ends one, as does a refusal."""
     budget, charged = BodyBudget(limit), [0] * 5
     for body, n in parts:

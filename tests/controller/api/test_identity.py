@@ -196,9 +196,7 @@ def test_a_replica_whose_id_is_anothers_ends(stage: Stage) -> None:
 
     async def beat(own: Session) -> None:
         own.reply = holder.reply
-        await own.call(
-            lambda it: api.heartbeat(it.replica_id, m.HeartbeatRequest(incarnation=it.incarnation))
-        )
+        await own.call(lambda it: api.heartbeat(it.replica_id, m.HeartbeatRequest(incarnation=it.incarnation)))
 
     with pytest.raises(SupersededError):
         sessions(served, ANOTHER, beat)

@@ -54,9 +54,7 @@ def test_bodies_that_are_announced_and_do_not_come_cost_nobody_anything(stage: S
         assert status(served, "rollout", 8 * SMALL_BODY) == 422, "read, and found to be no bundle"
 
 
-def test_rollout_replicas_that_fill_their_share_stop_neither_the_trainer_nor_small_calls(
-    stage: Stage,
-) -> None:
+def test_rollout_replicas_that_fill_their_share_stop_neither_the_trainer_nor_small_calls(stage: Stage) -> None:
     config = make_config(controller={**PATIENT, "max_buffered_bytes": SHARE // 3 * 4})
     served, trainer, rollout = stage.at_work(config)
     with ExitStack() as held:

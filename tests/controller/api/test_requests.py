@@ -69,9 +69,7 @@ def test_numbers_that_are_none_are_refused(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_body_over_the_limit_is_refused_and_the_sender_gets_the_answer(
-    stage: Stage, announced: bool
-) -> None:
+def test_a_body_over_the_limit_is_refused_and_the_sender_gets_the_answer(stage: Stage, announced: bool) -> None:
     url = stage.serve(make_config(controller={"max_request_bytes": 100_000})).url
     body = b"x" * 5_000_000
     content = body if announced else (body[i : i + 65536] for i in range(0, len(body), 65536))
@@ -215,9 +213,7 @@ def test_weights_of_no_publication_must_be_replaced_before_leasing(stage: Stage)
 
 
 @pytest.mark.parametrize(("size", "granted"), [(0, 0), (1, 1), (3, 2)])
-def test_outdated_replicas_lease_as_many_groups_as_the_config_says(
-    stage: Stage, size: int, granted: int
-) -> None:
+def test_outdated_replicas_lease_as_many_groups_as_the_config_says(stage: Stage, size: int, granted: int) -> None:
     policy = {"outdated_rollout_fetch_batch_size": size, "allowed_outdated_steps": 4}
     trainer, rollout = stage.ready(stage.serve(make_config(train={"train_policy": policy})))
     trainer.publish(0)

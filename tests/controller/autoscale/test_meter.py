@@ -9,9 +9,7 @@ from controller.autoscale.meter import GAP, Measured, Meter, MeterLevels
 FULL = MeterLevels(held=40, asked=0, replicas=10)
 
 
-def steps(
-    meter: Meter, levels: MeterLevels, count: int, work: int = 10, wait: int = 0, groups: int = 20
-) -> None:
+def steps(meter: Meter, levels: MeterLevels, count: int, work: int = 10, wait: int = 0, groups: int = 20) -> None:
     """So many steps from where the meter is: each waits, works and is committed; a step's groups become ready."""
     now, ready = meter._now.at, meter._now.ready
     for _ in range(count):

@@ -92,9 +92,7 @@ def test_a_trial_in_which_the_load_grew_is_made_again():
     slow = {**HELD_BACK, "rate": 0.03, "throttled": 0.6}
     back = decide(one, now=2300.0, began=2100.0, replicas=137.0, **slow)
     assert (back.desired, back.kind) == (100, "bound")
-    assert (
-        "137 replicas made 4.11 groups/s, 100 made 10: whether the load has changed shows now" in back.reason
-    )
+    assert "137 replicas made 4.11 groups/s, 100 made 10: whether the load has changed shows now" in back.reason
     assert decide(one, now=2310.0, began=2290.0, **slow).kind == "settling"
     again = decide(one, now=2400.0, began=2310.0, **slow)
     assert (again.desired, again.kind) == (200, "more")
@@ -161,8 +159,7 @@ def test_nothing_is_added_for_what_is_over_before_it_helps():
 
 def watch(one: Autoscaler, begin: float, seconds: float, **changes: object) -> list[int]:
     return [
-        decide(one, now=begin + t, began=begin + t - 100.0, **changes).desired
-        for t in range(0, int(seconds) + 1, 15)
+        decide(one, now=begin + t, began=begin + t - 100.0, **changes).desired for t in range(0, int(seconds) + 1, 15)
     ]
 
 

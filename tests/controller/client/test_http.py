@@ -76,9 +76,7 @@ def test_without_patience_and_for_good_there_is_one_attempt(
     assert left == [200]
 
 
-@pytest.mark.parametrize(
-    "url", ["", " , ", "localhost:80", "ftp://h", "http://", "http://h:99999", "http://h:x"]
-)
+@pytest.mark.parametrize("url", ["", " , ", "localhost:80", "ftp://h", "http://", "http://h:99999", "http://h:x"])
 def test_what_is_no_address_is_refused_before_it_is_asked(url: str) -> None:
     with pytest.raises(Unusable, match="address of a controller"):
         Client(f"http://h:1,{url}" if url.strip(" ,") else url, "token")

@@ -90,9 +90,7 @@ def assert_only_asked(received: bytes) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_what_is_not_a_controller_gets_nothing_and_is_named(
-    waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_a_controller_gets_nothing_and_is_named(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "SECONDS", 0.5)
     for answer, words in NOT_A_CONTROLLER.values():
         with impostor(answer) as there:
@@ -125,9 +123,7 @@ def test_no_process_of_this_machine_can_pass_the_question_on() -> None:
     """It reaches the controller at the controller's port, and that is what the proof says."""
     elsewhere = ("127.0.0.1", free_port())
     with impostor(lambda head, _: proven(head, elsewhere)) as there:
-        with pytest.raises(
-            Untrusted, match=f"reached at 127.0.0.1:{elsewhere[1]} and not at {there.url[7:]}"
-        ):
+        with pytest.raises(Untrusted, match=f"reached at 127.0.0.1:{elsewhere[1]} and not at {there.url[7:]}"):
             ask(there.url, waits=True, patience=PATIENCE)
         assert_only_asked(there.received)
 
@@ -147,13 +143,7 @@ HERE, LAN, SECOND, FAR = "127.0.0.1", "10.0.0.5", "10.0.0.6", "10.0.0.9"
         ("http://[::1]:8000", "::1", ("::1", 8000), ("::1", 8000), True),
         ("http://localhost:8000", HERE, (HERE, 8000), ("::ffff:127.0.0.1", 8000), True),
         (f"http://{LAN}:8000", LAN, (LAN, 8000), (LAN, 8001), False),  # this machine by another address
-        (
-            f"http://{LAN}:8000",
-            LAN,
-            (LAN, 8000),
-            (FAR, 8000),
-            False,
-        ),  # a stand-by's proof, passed on from here
+        (f"http://{LAN}:8000", LAN, (LAN, 8000), (FAR, 8000), False),  # a stand-by's proof, passed on from here
         ("http://head:8000", LAN, (LAN, 8000), (FAR, 8000), False),
         (f"http://{SECOND}:8000", LAN, (SECOND, 8000), (SECOND, 8000), True),
         (f"http://{SECOND}:8000", LAN, (SECOND, 8000), (LAN, 8000), False),
@@ -198,9 +188,7 @@ def test_a_proof_is_of_one_connection_and_one_speaker() -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_port_that_was_taken_over_gets_nothing_until_the_controller_is_back(
-    stage: Stage, waits: bool
-) -> None:
+def test_a_port_that_was_taken_over_gets_nothing_until_the_controller_is_back(stage: Stage, waits: bool) -> None:
     """The same client object goes on with the call that it could not make, whatever the impostor answers."""
     served = stage.serve()
     port, took = int(served.url.rpartition(":")[2]), []
@@ -283,9 +271,7 @@ def test_without_a_bearer_nothing_is_learned_but_the_proof(stage: Stage) -> None
         assert plain.post(PATH).status_code == 405
 
 
-def test_the_process_remembers_that_its_token_was_proven(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_remembers_that_its_token_was_proven(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new client of the same process, as a thread or a retry makes one, waits for the controller too."""
     monkeypatch.setattr(http, "PROVEN", set())
     served = stage.serve()

@@ -200,8 +200,6 @@ def test_a_history_is_bounded() -> None:
             "name": f"r{number % 3}", "replica_id": "x", "role": "rollout", "state": "lost"
         }  # fmt: skip
         kind = "publication" if number % 2 else "replica"
-        history.add(
-            Event.model_validate({"id": number, "at": number, "kind": kind, "text": "t", "data": data})
-        )
+        history.add(Event.model_validate({"id": number, "at": number, "kind": kind, "text": "t", "data": data}))
     assert sum(len(lane.spans) for lane in history._lanes.values()) <= 2000
     assert len(history._publications.kept) <= 2001

@@ -17,10 +17,7 @@ from schema.wire.messages import Event
 def killed(run: Path, *events: tuple[str, dict[str, Any]]) -> RunFiles:
     run.mkdir(parents=True)
     (run / "config.json").write_text("{}")
-    lines = [
-        {"id": i, "at": i, "kind": kind, "text": "t", "data": data}
-        for i, (kind, data) in enumerate(events, 1)
-    ]
+    lines = [{"id": i, "at": i, "kind": kind, "text": "t", "data": data} for i, (kind, data) in enumerate(events, 1)]
     event_file.append(event_file.path_of(run), map(Event.model_validate, lines))
     return RunFiles(run)
 
@@ -38,14 +35,7 @@ def replica(name: str, state: str) -> tuple[str, dict[str, Any]]:
 
 
 def step(number: int, **metrics: float | None) -> tuple[str, dict[str, Any]]:
-    return "step", {
-        "step": number,
-        "at": number,
-        "metrics": metrics,
-        "samples": 4,
-        "tokens": 40,
-        "timeline": 0,
-    }
+    return "step", {"step": number, "at": number, "metrics": metrics, "samples": 4, "tokens": 40, "timeline": 0}
 
 
 def test_of_a_killed_run_its_events_say_what_they_can(tmp_path: Path) -> None:
@@ -87,9 +77,7 @@ def test_what_another_version_wrote_is_passed_over(tmp_path: Path) -> None:
     )  # fmt: skip
     assert overview(run)["job"]["step"] == 3
     curve = asyncio.run(run.curves(["loss", "validation"], 10)).curves
-    assert {name: (found.steps, found.values) for name, found in curve.items()} == {
-        "loss": ([0, 2], [1.0, None])
-    }
+    assert {name: (found.steps, found.values) for name, found in curve.items()} == {"loss": ([0, 2], [1.0, None])}
     timeline = asyncio.run(run.timeline())
     assert (timeline.lanes, timeline.now) == ([], None)
 

@@ -15,9 +15,7 @@ def test_columns_splits_and_options_are_those_of_the_generator():
     assert set(data_rules._SYNTHETIC_OPTIONS) == set(AdditionOptions.model_fields)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, (kind, *_) in data_rules._SYNTHETIC_OPTIONS.items() if kind is not bool]
-)
+@pytest.mark.parametrize("name", [n for n, (kind, *_) in data_rules._SYNTHETIC_OPTIONS.items() if kind is not bool])
 def test_bounds_are_those_of_the_generator(name: str):
     kind, least, most = data_rules._SYNTHETIC_OPTIONS[name]
     for value in (least, most):

@@ -61,10 +61,7 @@ def test_a_prompt_may_be_messages():
         ([{"role": "user", "content": [{"type": "image"}]}], "content of type image is not supported"),
         ([{"role": "user", "value": "x"}], "here, turn 0: the turn has no `content`; it has role, value"),
         ([{"role": "assistant", "content": None}], "here, turn 0: the turn has no `content`"),
-        (
-            [{"role": "user", "content": [{"type": "text", "text": None}]}],
-            "a part of the content has no text",
-        ),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "a part of the content has no text"),
     ],
 )
 def test_anything_else_is_named(value: Any, message: str):

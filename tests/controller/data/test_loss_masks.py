@@ -104,9 +104,7 @@ CHANNELS = """{{- raise_exception('none') if not messages }}{%- for m in message
 CALLED = "m.tool_calls[0].function | tojson"
 UNASKED = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}
 {{- '<|im_start|>assistant\\n' }}"""
-JOINED = LLAMA.replace(
-    CALLED, "m.tool_calls[0].function.name + m.tool_calls[0].function.arguments"
-)  # needs a text
+JOINED = LLAMA.replace(CALLED, "m.tool_calls[0].function.name + m.tool_calls[0].function.arguments")  # needs a text
 WRITTEN = JOINED.replace("name + m", "name ~ m")
 # The results of calls stand between them and what the turn says.
 INSIDE = """{%- for m in messages %}{%- set after = messages[loop.index] %}{%- if m.role != 'tool' %}
@@ -120,9 +118,7 @@ MACRO = "{%- macro say(m) %}" + BLOCK.replace("messages", "[m]") + "{%- endmacro
 MACRO += "{{- say(m) }}{%- endfor %}"
 LINE = """{%- for m in messages %}{{- '### ' + m.role + ':\\n' + m.content + '\\n### end\\n\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '### assistant:\\n' }}{%- endif %}"""
-HEADED = LINE.replace("{%- if add_generation_prompt %}", "").replace(
-    "{%- endif %}", ""
-)  # unasked, and as text
+HEADED = LINE.replace("{%- if add_generation_prompt %}", "").replace("{%- endif %}", "")  # unasked, and as text
 LINE_BLOCK = BLOCK.replace("<|end|>", "\\n### end\\n")
 FOOT = LINE.replace("{%- endif %}", "{%- else %}{{- eos_token }}{%- endif %}")
 # The generation prompt is made for the last of the messages, so there is none before the first.
@@ -131,8 +127,7 @@ ZEPHYR = """{%- for m in messages %}{{- '<|' + m.role + '|>' + '\\n' + m.content
 STOP = """{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content + '<stop>\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{%- endif %}"""
 REFUSES = (
-    "{%- if messages | length == 2 and not add_generation_prompt %}{{ raise_exception('no') }}{%- endif %}"
-    + PHI
+    "{%- if messages | length == 2 and not add_generation_prompt %}{{ raise_exception('no') }}{%- endif %}" + PHI
 )
 HARD = REFUSES.replace("and not add_generation_prompt ", "")
 HIDES = PHI.replace("m.content", "(m.content if m.role == 'user' else '')")
@@ -162,14 +157,7 @@ THINKS = talk("Two?", "<think>\nhm\n</think>\n\nYes.", "So?", "<think>\noh\n</th
 REASONS = talk("Two?", "Yes.", "So?", {"content": "No.", "reasoning_content": "oh"})
 CALLS = talk("Two?", {"content": "", "tool_calls": [CALL]}, TOOL, "Three.")
 SAYS_AND_CALLS = talk("Two?", ADDS, TOOL, "Three.", "So?", "No.")
-TWO_CALLS = (
-    "Two?",
-    ADDS,
-    TOOL,
-    {"role": "assistant", **ADDS},
-    TOOL,
-    {"role": "assistant", "content": "Three."},
-)
+TWO_CALLS = ("Two?", ADDS, TOOL, {"role": "assistant", **ADDS}, TOOL, {"role": "assistant", "content": "Three."})
 FIRST = [{"role": "assistant", "content": "Hello."}, *TWO[:2]]
 TWICE = [*TWO[:2], {"role": "assistant", "content": "Sure."}]
 EMPTY = talk("Two?", "", "So?", "No.")
@@ -257,10 +245,7 @@ def save(
         backend.decoder = decoders.Sequence([*replace, decoders.Strip(" ", 1, 0)])
     else:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.decoder, backend.post_processor = (
-            decoders.ByteLevel(),
-            processors.ByteLevel(trim_offsets=trim),
-        )
+        backend.decoder, backend.post_processor = (decoders.ByteLevel(), processors.ByteLevel(trim_offsets=trim))
     special = ("<s>", "</s>", *(WORDS if words == "special" else ()))
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     if words == "added":
@@ -275,9 +260,7 @@ def save(
     return PromptTokenizer(str(directory))
 
 
-def learnt(
-    tokenizer: PromptTokenizer, messages: list[dict[str, Any]], stops: Collection[int] = ()
-) -> list[str]:
+def learnt(tokenizer: PromptTokenizer, messages: list[dict[str, Any]], stops: Collection[int] = ()) -> list[str]:
     """The runs of tokens with loss, as text."""
     [(ids, mask)] = tokenizer.conversations([messages], stops)
     return runs(tokenizer, ids, mask)
@@ -312,19 +295,9 @@ def test_what_is_learnt(tmp_path: Path, words: str, trim: bool):
         (BLOCK + "{{ '{% generation %}' if false }}", TWO, "blocks cannot be marked"),
         (MACRO.replace("{- say(m)", "{- say(m) | trim"), BLANKS, "its text changes"),
     ],
-    ids=[
-        "hidden",
-        "result inside",
-        "hidden calls",
-        "ambiguous",
-        "refused",
-        "block in a string",
-        "changed block",
-    ],
+    ids=["hidden", "result inside", "hidden calls", "ambiguous", "refused", "block in a string", "changed block"],
 )
-def test_what_cannot_be_found_is_named(
-    tmp_path: Path, template: str, messages: list[dict[str, Any]], reason: str
-):
+def test_what_cannot_be_found_is_named(tmp_path: Path, template: str, messages: list[dict[str, Any]], reason: str):
     with pytest.raises(DataError, match=reason):
         learnt(save(tmp_path, template, "added"), messages)
 
@@ -377,12 +350,7 @@ FLAGGED: list[tuple[str | None, list[dict[str, Any]], dict[str, Any], list[str] 
     (PHI, TWO, {"weight": 0.5}, "row 1, turn 1: `weight` = 0.5 "),
     (PHI, TWO, {"train_detail": [{"train": False}]}, "row 1, turn 1: `train_detail` = [{"),
     (PHI, TWO, {"train": "false"}, "row 1, turn 1: `train` = 'false' "),
-    (
-        BLOCK.replace("== 'assistant'", "== 'assistant' and loop.last"),
-        TWO,
-        {"weight": 0},
-        "1 of them for 2 turns",
-    ),
+    (BLOCK.replace("== 'assistant'", "== 'assistant' and loop.last"), TWO, {"weight": 0}, "1 of them for 2 turns"),
 ]
 
 
@@ -452,12 +420,7 @@ def test_tokens_are_those_that_generation_sees(
     ],
 )
 def test_rows_that_no_stop_ends_are_counted(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    template: str,
-    generation: Any,
-    sampling: Any,
-    endless: int,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, generation: Any, sampling: Any, endless: int
 ):
     save(tmp_path / "model", template)
     write(tmp_path / "model" / "generation_config.json", generation)
@@ -472,7 +435,5 @@ def test_rows_that_no_stop_ends_are_counted(
         prepare(cfg, tmp_path)
     report = report_of(tmp_path)
     assert report.files["train"].without_stop.count == endless
-    assert [f"of {endless} conversations is none" in text for text in report.warnings] == [True] * bool(
-        endless
-    )
+    assert [f"of {endless} conversations is none" in text for text in report.warnings] == [True] * bool(endless)
     assert report.files["train"].encoded_apart.count == (template != MISTRAL)

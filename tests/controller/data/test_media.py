@@ -36,10 +36,7 @@ MEDIA: list[tuple[dict[str, Any], str]] = [
     ({"image_path": "train/1"}, "the column `image_path` has a value"),
     ({"multi_modal_data": {"image": ["1"]}}, "the column `multi_modal_data` has a value"),
     ({"prompt": [{"role": "user", "content": "?", "images": ["a.png"]}]}, "a turn of its prompt has images"),
-    (
-        {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-        "content of type image is not supported",
-    ),
+    ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "content of type image is not supported"),
 ]
 TEXT: list[dict[str, Any]] = [
     {"images": None, "videos": [], "audio": ""},
@@ -73,15 +70,11 @@ def test_the_column_is_that_of_the_config(model_dir: Path, tmp_path: Path) -> No
     path = write(tmp_path / "rows.jsonl", [{"prompt": "2 + 2?", "pictures": ["a.png"]}])
     assert prepare(config(model_dir, path, {}), tmp_path) == {"train": 1}
     named = config(model_dir, path, {"dataset": {"image_column_name": "pictures"}})
-    with pytest.raises(
-        DataError, match=r"row 1: the column `pictures` has a value.*image_column_name = \"\""
-    ):
+    with pytest.raises(DataError, match=r"row 1: the column `pictures` has a value.*image_column_name = \"\""):
         prepare(named, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "row", [row for row, fault in MEDIA if "bytes" not in str(row) and "type" not in fault]
-)
+@pytest.mark.parametrize("row", [row for row, fault in MEDIA if "bytes" not in str(row) and "type" not in fault])
 def test_a_user_may_say_that_all_rows_are_text(model_dir: Path, tmp_path: Path, row: dict[str, Any]) -> None:
     path = write(tmp_path / "rows.jsonl", [{"prompt": "2 + 2?", **row}])
     policy = {"dataset": {"image_column_name": ""}}

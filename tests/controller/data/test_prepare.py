@@ -25,9 +25,7 @@ from tests.controller.data.conftest import write
 from tests.support.waiting import PATIENCE
 
 NOT_JSON = {"raw": b"\x00", "nan": math.nan}
-QUESTIONS = [
-    {"question": f"{i} + 1?", "solution": {"value": str(i + 1)}, "level": i, **NOT_JSON} for i in range(20)
-]
+QUESTIONS = [{"question": f"{i} + 1?", "solution": {"value": str(i + 1)}, "level": i, **NOT_JSON} for i in range(20)]
 
 
 def config(model_dir: Path, dataset: Path | str, policy: dict[str, Any], **sections: Any) -> Config:
@@ -69,9 +67,7 @@ def test_prompts_from_parquet(model_dir: Path, questions: Path, tmp_path: Path):
 
 
 def test_rows_held_out_are_validated_and_never_trained(model_dir: Path, questions: Path, tmp_path: Path):
-    cfg = config(
-        model_dir, questions, {**COLUMNS, "dataset": {"test_size": 0.25}}, validation={"enable": True}
-    )
+    cfg = config(model_dir, questions, {**COLUMNS, "dataset": {"test_size": 0.25}}, validation={"enable": True})
     assert prepare(cfg, tmp_path) == {"train": 15, "validation": 5}
     keys = {}
     for role in ("train", "validation"):
@@ -148,9 +144,7 @@ def test_rows_too_long_are_left_out_counted_and_reported(
     assert sum(left_out.values()) == 3
     with caplog.at_level(logging.INFO):
         assert prepare(config(model_dir, path, {"type": "sft"}), tmp_path) == {"train": 3}
-    assert (
-        "1 left out, a conversation of more than 128 tokens (policy.model_max_length): row 4" in caplog.text
-    )
+    assert "1 left out, a conversation of more than 128 tokens (policy.model_max_length): row 4" in caplog.text
     lengths = PromptFile(tmp_path / "data" / "train.safetensors").lengths()
     assert max(lengths) <= 128
 
@@ -199,11 +193,7 @@ def _talk(text: str) -> list[dict[str, str]]:
         ({**COLUMNS, "response_column_name": "solution.truth"}, {}, "row 1 has no `solution.truth`"),
         ({"type": "sft", "conversation_column_name": "talk"}, {}, "conversation_column_name = 'talk'"),
         (COLUMNS, {"validation": {"enable": True}}, "validation has no rows"),
-        (
-            COLUMNS,
-            {"rollout": {"max_response_length": 127}},
-            "is left: 20 with a prompt of more than 1 tokens",
-        ),
+        (COLUMNS, {"rollout": {"max_response_length": 127}}, "is left: 20 with a prompt of more than 1 tokens"),
         ({**COLUMNS, "prompt_column_name": "level"}, {}, "a list of messages or its JSON text, not int"),
     ],
 )
@@ -268,9 +258,7 @@ def test_conversations_are_held_out_too(model_dir: Path, tmp_path: Path):
     assert all(key.startswith("validation/") for key in keys["validation"])
     assert files["validation"].loss_mask(0).any()
     apart = write(tmp_path / "apart.jsonl", [*rows[:3], {"conversations": _talk("1" * 300)}])
-    cfg = config(
-        model_dir, path, {"type": "sft"}, validation={"enable": True, "dataset": {"name": str(apart)}}
-    )
+    cfg = config(model_dir, path, {"type": "sft"}, validation={"enable": True, "dataset": {"name": str(apart)}})
     assert prepare(cfg, tmp_path) == {"train": 8, "validation": 3}, "a long one is left out"
     cfg = config(
         model_dir,

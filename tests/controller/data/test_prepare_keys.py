@@ -55,8 +55,7 @@ def test_files_are_read_one_after_the_other(model_dir: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("rule", "kept"),
-    [("left", LONG[:10] + AFTER), ("right", BEFORE + LONG[:10]), ("drop", None), ("error", None)],
+    ("rule", "kept"), [("left", LONG[:10] + AFTER), ("right", BEFORE + LONG[:10]), ("drop", None), ("error", None)]
 )
 def test_prompts_that_are_too_long(
     model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, rule: str, kept: str | None
@@ -105,9 +104,7 @@ def test_long_conversations_may_be_cut_too(model_dir: Path, tmp_path: Path):
     path = write(tmp_path / "rows.jsonl", [{"conversations": turns}])
 
     def file(rule: str) -> PromptFile:
-        return prepared(
-            config(model_dir, path, {"type": "sft", "dataset": {"overlong_prompts": rule}}), tmp_path
-        )
+        return prepared(config(model_dir, path, {"type": "sft", "dataset": {"overlong_prompts": rule}}), tmp_path)
 
     assert text(model_dir, file("right").token_ids(0)).startswith(BEFORE + "Hello")
     left = file("left")
@@ -124,9 +121,7 @@ def test_pairs_are_learnt_like_conversations(model_dir: Path, tmp_path: Path):
     pair = {"q": {"text": "1+1?"}, "a": "2"}
     talk = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     system = {"type": "sft", "system_prompt": "Add."}
-    written = prepared(
-        config(model_dir, write(tmp_path / "talk.jsonl", [{"conversations": talk}]), system), tmp_path
-    )
+    written = prepared(config(model_dir, write(tmp_path / "talk.jsonl", [{"conversations": talk}]), system), tmp_path)
     columns = {"prompt_column_name": "q.text", "response_column_name": "a"}
     pairs = write(tmp_path / "pairs.jsonl", [pair])
     file = prepared(config(model_dir, pairs, {**system, **columns}), tmp_path)
@@ -286,8 +281,7 @@ def test_external_modules_are_imported_first(
 
 
 THINKING_TEMPLATE = PLAIN_TEMPLATE.replace(
-    "assistant\\n' }}{% endif %}",
-    "assistant\\n' + ('' if enable_thinking else '<think></think>') }}{% endif %}",
+    "assistant\\n' }}{% endif %}", "assistant\\n' + ('' if enable_thinking else '<think></think>') }}{% endif %}"
 )
 
 
@@ -325,9 +319,7 @@ def test_a_system_message_of_a_conversation_is_kept(model_dir: Path, tmp_path: P
     ]  # fmt: skip
 
 
-def test_a_template_of_ones_own_and_its_thinking(
-    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_template_of_ones_own_and_its_thinking(model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = write(tmp_path / "rows.jsonl", [{"prompt": "1+1?"}])
     template = tmp_path / "own.jinja"
     template.write_text(THINKING_TEMPLATE)
@@ -373,15 +365,11 @@ def test_a_template_is_proven_before_any_row(
 def test_a_template_names_each_row_that_it_refuses(model_dir: Path, tmp_path: Path):
     template = tmp_path / "own.jinja"
     refuses = "{% if m['content'] == 'no' %}{{ raise_exception('never') }}{% endif %}"
-    template.write_text(
-        PLAIN_TEMPLATE.replace("{% for m in messages %}", "{% for m in messages %}" + refuses)
-    )
+    template.write_text(PLAIN_TEMPLATE.replace("{% for m in messages %}", "{% for m in messages %}" + refuses))
     path = write(tmp_path / "rows.jsonl", [{"prompt": text} for text in ("a", "no", "b", "no")])
     turns = {"custom_chat_template_path": str(template)}
     rollout = {"max_response_length": 40, "multi_turn_config": turns}
-    with pytest.raises(
-        DataError, match=r"2 rows cannot be used; the first: .*row 2: the chat template refuses"
-    ):
+    with pytest.raises(DataError, match=r"2 rows cannot be used; the first: .*row 2: the chat template refuses"):
         prepare(config(model_dir, path, {}, rollout=rollout), tmp_path)
 
 
@@ -415,11 +403,7 @@ def test_a_second_text_follows_the_question(
     model_dir: Path, tmp_path: Path, row: dict[str, Any], question: str
 ) -> None:
     path = write(tmp_path / "rows.jsonl", [{"instruction": "Double it.", "output": "4", **row}])
-    columns = {
-        "prompt_column_name": "instruction",
-        "query_column_name": "input",
-        "response_column_name": "output",
-    }
+    columns = {"prompt_column_name": "instruction", "query_column_name": "input", "response_column_name": "output"}
     prepare(config(model_dir, path, {"type": "sft", **columns}), tmp_path)
     report = data_report.read(tmp_path)
     assert report is not None

@@ -48,9 +48,7 @@ def test_every_row_is_accounted_for(model_dir: Path, tmp_path: Path):
     assert (found.lengths.p50, found.lengths.p99, found.lengths.longest) == (around + 8, *[around + 500] * 2)
     assert (found.lengths.limit, found.lengths.reason[:23]) == (88, "policy.model_max_length")
     said = lines(report)
-    assert said[0].startswith(
-        f"train: 16 rows of {path}, 8 kept, 8 left out, 1 without a reference; tokens of"
-    )
+    assert said[0].startswith(f"train: 16 rows of {path}, 8 kept, 8 left out, 1 without a reference; tokens of")
     assert "train: 1 left out, an empty prompt: row 9" in said
     assert any(text.endswith("row 10, row 11, row 12, row 13, row 14, …") for text in said)
     assert brief(report) == (
@@ -69,9 +67,7 @@ def test_only_the_report_is_written_on_request(model_dir: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
-def test_all_bad_rows_are_named_at_once(
-    model_dir: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
-):
+def test_all_bad_rows_are_named_at_once(model_dir: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture):
     good = {"prompt": "1+1?", "answer": "2", **TALK}
     bad = [
         {**good, "prompt": 5, "conversations": 5},
@@ -80,9 +76,7 @@ def test_all_bad_rows_are_named_at_once(
     ]
     path = write(tmp_path / "rows.jsonl", [good, *bad, good, *([bad[2]] * LISTED)])
     policy = {"type": "sft"} if kind == "sft" else {"response_column_name": "answer"}
-    with pytest.raises(
-        DataError, match=r"23 rows cannot be used \(20 of them .*; the first: .*rows.jsonl, row 2: "
-    ):
+    with pytest.raises(DataError, match=r"23 rows cannot be used \(20 of them .*; the first: .*rows.jsonl, row 2: "):
         prepare(config(model_dir, path, policy), tmp_path)
     assert sorted((tmp_path / "data").iterdir()) == [tmp_path / "data" / "report.json"]
     report = report_of(tmp_path)
@@ -116,11 +110,7 @@ def test_lines_that_cannot_be_read_are_bad_rows(model_dir: Path, tmp_path: Path)
 
 
 def test_bad_answers_are_named_at_once(tmp_path: Path):
-    rows = [
-        {"prompt": "?", "responses": "1", "answer": "1"},
-        {"prompt": "?", "responses": 1},
-        {"responses": ""},
-    ]
+    rows = [{"prompt": "?", "responses": "1", "answer": "1"}, {"prompt": "?", "responses": 1}, {"responses": ""}]
     path = write(tmp_path / "rows.jsonl", rows)
     cfg = Config.model_validate({"evaluation": {"dataset": {"name": str(path)}, "reward_function": "format"}})
     (tmp_path / "config.json").write_text(json.dumps(cfg.to_dict()))

@@ -64,23 +64,12 @@ def call(**arguments: Any) -> list[dict[str, Any]]:
 USER = {"role": "user", "content": "?"}
 TALKS: list[dict[str, Any]] = [
     {
-        "prompt": [
-            USER,
-            {"role": "assistant", "tool_calls": call(city="Rom")},
-            {"role": "tool", "content": "3"},
-        ],
+        "prompt": [USER, {"role": "assistant", "tool_calls": call(city="Rom")}, {"role": "tool", "content": "3"}],
         "tools": [tool("f", city={"type": "string"})],
     },
     {
-        "prompt": [
-            USER,
-            {"role": "assistant", "tool_calls": call(n=2, units=["C"])},
-            {"role": "tool", "id": "4"},
-        ],
-        "tools": [
-            tool("g", n={"type": "integer", "minimum": 1}, deep={"items": [{"a": 1}]}),
-            tool("h", x={"b": 2}),
-        ],
+        "prompt": [USER, {"role": "assistant", "tool_calls": call(n=2, units=["C"])}, {"role": "tool", "id": "4"}],
+        "tools": [tool("g", n={"type": "integer", "minimum": 1}, deep={"items": [{"a": 1}]}), tool("h", x={"b": 2})],
     },
     {"prompt": [USER], "tools": []},
 ]
@@ -147,9 +136,7 @@ def test_tools_of_conversations_and_of_templates_without_them(
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tools_dir)
     for i, row in enumerate(rows):
         text = tokenizer.decode(file.token_ids(i))
-        rendered = tokenizer.apply_chat_template(
-            row["conversations"], tools=row["tools"] or None, tokenize=False
-        )
+        rendered = tokenizer.apply_chat_template(row["conversations"], tools=row["tools"] or None, tokenize=False)
         assert rendered.startswith(text)
         assert text.startswith("<|im_start|>system\n[") == bool(row["tools"])
         assert tokenizer.decode(file.token_ids(i)[file.loss_mask(i) == 1]) == "3<|im_end|>"
@@ -158,24 +145,15 @@ def test_tools_of_conversations_and_of_templates_without_them(
 
 
 BESIDE: list[tuple[dict[str, Any], str]] = [
-    (
-        {"system": "Be brief."},
-        "have a column `system`, which is not put into the prompt; put it before the prompt's",
-    ),
-    (
-        {"history": [["Two?", "Yes."]]},
-        "`history`, which is not put into the prompt; write it into the prompt's",
-    ),
+    ({"system": "Be brief."}, "have a column `system`, which is not put into the prompt; put it before the prompt's"),
+    ({"history": [["Two?", "Yes."]]}, "`history`, which is not put into the prompt; write it into the prompt's"),
     ({"functions": "[{}]"}, "`functions`, which is not put into the prompt; call the column `tools`"),
     ({"documents": [{"text": "a", "title": None}]}, "`documents`, which is not put into the prompt; write"),
     (
         {"chat_template_kwargs": {"enable_thinking": False}},
         "`chat_template_kwargs`, which is not put into the prompt",
     ),
-    (
-        {"system": " ", "history": [], "documents": None, "chat_template_kwargs": {"enable_thinking": None}},
-        "",
-    ),
+    ({"system": " ", "history": [], "documents": None, "chat_template_kwargs": {"enable_thinking": None}}, ""),
 ]
 
 
@@ -207,15 +185,7 @@ def test_tools_that_are_none_are_named(tools_dir: Path, tmp_path: Path, tools: A
         prepared(tools_dir, path)
 
 
-NAMES = {
-    "prompt": 1,
-    "answer": 2,
-    "key": 3,
-    "question": "?",
-    "solution": "4",
-    "full_prompt": 5,
-    "level": None,
-}
+NAMES = {"prompt": 1, "answer": 2, "key": 3, "question": "?", "solution": "4", "full_prompt": 5, "level": None}
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.json"])
@@ -333,9 +303,7 @@ def test_types_of_parquet_are_said(model_dir: Path, tmp_path: Path) -> None:
         "nan": float("nan"),
     }
     path = tmp_path / "rows.parquet"
-    table = pa.Table.from_pylist([row]).append_column(
-        "map", pa.array([{"k": 1}], pa.map_(pa.string(), pa.int64()))
-    )
+    table = pa.Table.from_pylist([row]).append_column("map", pa.array([{"k": 1}], pa.map_(pa.string(), pa.int64())))
     pq.write_table(table, path)
     file, report = prepared(model_dir, path)
     columns = {"price": "1.5", "when": "2020-01-02", "of": {"raw": "YQ=="}, "nan": "NaN", "map": {"k": 1}}
@@ -355,9 +323,7 @@ def test_rows_of_parquet_that_cannot_be_read_are_bad_rows(model_dir: Path, tmp_p
     pq.write_table(pa.table({"prompt": texts}), tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"rows\.parquet, row 2 cannot be read: .*utf-8"):
         prepared(model_dir, tmp_path / "rows.parquet")
-    pq.write_table(
-        pa.Table.from_arrays([pa.array(["a"])] * 2, ["prompt", "prompt"]), tmp_path / "rows.parquet"
-    )
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, ["prompt", "prompt"]), tmp_path / "rows.parquet")
     with pytest.raises(DataError, match="more than one column prompt"):
         prepared(model_dir, tmp_path / "rows.parquet")
 

@@ -136,15 +136,11 @@ def test_a_column_is_one_that_every_file_has(tmp_path: Path):
     assert source.columns == ["prompt", "extra"]
     assert list(source.rows())[-1] == {"prompt": "x", "extra": {}, "answer": None}
     require_column(source, "extra.level", "key")
-    with pytest.raises(
-        DataError, match=r"key = 'answer': .*b\.jsonl has no such column; it has prompt, extra"
-    ):
+    with pytest.raises(DataError, match=r"key = 'answer': .*b\.jsonl has no such column; it has prompt, extra"):
         require_column(source, "answer", "key")
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("b.jsonl", ""), ("b.json", "[]"), ("b.json", " \n"), ("0.jsonl", "\n")]
-)
+@pytest.mark.parametrize(("name", "text"), [("b.jsonl", ""), ("b.json", "[]"), ("b.json", " \n"), ("0.jsonl", "\n")])
 def test_an_empty_shard_has_no_rows(tmp_path: Path, name: str, text: str):
     write(tmp_path / "a.parquet", ROWS[:2])
     write(tmp_path / "c.jsonl", ROWS[2:])

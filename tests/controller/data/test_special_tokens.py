@@ -74,9 +74,11 @@ def test_without_a_template(tmp_path: Path, kind: str):
         [*before, *answer],
         [*asked, *answer],
     ]
-    assert [
-        [tokens(tokenizer, ids[mask == 1]), tokens(tokenizer, ids[mask == 0])] for ids, mask in learnt
-    ] == [[answer * 2, [*asked, "a"]], [answer, before], [answer, asked]]
+    assert [[tokens(tokenizer, ids[mask == 1]), tokens(tokenizer, ids[mask == 0])] for ids, mask in learnt] == [
+        [answer * 2, [*asked, "a"]],
+        [answer, before],
+        [answer, asked],
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,9 +95,7 @@ def test_a_template_alone_says_how_a_prompt_begins(tmp_path: Path, kind: str, wr
         assert words[: len(before)] == before or not writes
 
 
-def test_data_files_and_what_is_said_of_a_template_without_bos(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_data_files_and_what_is_said_of_a_template_without_bos(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     data = write(tmp_path / "rows.jsonl", [{"prompt": "a"}])
 
     def prepared(model: Path) -> list[str]:

@@ -60,9 +60,7 @@ def test_a_template_without_a_generation_prompt(tmp_path: Path):
 def test_all_that_the_template_adds_to_a_turn_is_learnt(tmp_path: Path):
     for between in (" ", " [END] "):
         template = (
-            "{% for m in messages %}{{ '<|im_start|>' + m['content'] + '"
-            + between
-            + "<|im_end|>' }}{% endfor %}"
+            "{% for m in messages %}{{ '<|im_start|>' + m['content'] + '" + between + "<|im_end|>' }}{% endfor %}"
         )
         tokenizer = PromptTokenizer(str(save_tokenizer(tmp_path, template)))
         assert learnt(tokenizer, [{"role": "assistant", "content": "Four."}]) == [f"Four.{between}<|im_end|>"]

@@ -136,9 +136,7 @@ class World:
         trained, weights = (found.trained[:], set(found.weights)) if found else ([], {"initial/0"})
         trainer = Trainer(self._now(), self.epoch, trained, weights, timeline=ledger.table.timeline)
         trainer.content = found.content if found else trainer.content
-        request = RegisterRequest(
-            request_id=f"register-{trainer.uid}", role="policy", name="p", resume_step=step
-        )
+        request = RegisterRequest(request_id=f"register-{trainer.uid}", role="policy", name="p", resume_step=step)
         trainer.history.registered(request, self._register_reply())
         trainer.history.snapshot = lambda: self._newest_snapshot(trainer)
         return trainer
@@ -266,9 +264,7 @@ class World:
             content_hash=digest, n_bytes=1,
             newest_publication=max(trainer.history.newest_publication, self.highest_id),
         )  # fmt: skip
-        publication = self.publications.publish(
-            request, self.ledger.table.timeline, self.ledger.table.committed
-        )
+        publication = self.publications.publish(request, self.ledger.table.timeline, self.ledger.table.committed)
         self._met(publication)
         loaded = {r.loaded.id for r in self.rollouts if r.loaded is not None}
         collectable = self.publications.collect(loaded)
@@ -281,11 +277,7 @@ class World:
 
     def checkpoint(self) -> None:
         trainer = self.trainer
-        if (
-            trainer.batch is not None
-            or self.epoch != trainer.epoch
-            or self.ledger.table.committed != trainer.steps
-        ):
+        if trainer.batch is not None or self.epoch != trainer.epoch or self.ledger.table.committed != trainer.steps:
             return
         snapshot = self.ledger.snapshot(trainer.steps)
         self.checkpoints.append(
@@ -456,10 +448,7 @@ class World:
             for name in names:
                 group = self.ledger.table.find(name)
                 if group is not None:  # else it was trained before the snapshot that the ledger began from
-                    assert (group.state in (GroupState.TRAINED, GroupState.DURABLE), group.step) == (
-                        True,
-                        step,
-                    ), name
+                    assert (group.state in (GroupState.TRAINED, GroupState.DURABLE), group.step) == (True, step), name
 
     def check_ledger(self) -> None:
         ledger = self.ledger
@@ -482,9 +471,7 @@ class World:
         while not (self.ledger.table.finished and self._agreed()):
             events += 1
             assert events <= max_events, "the job does not come to its end"
-            weights = [w for _, w in usual] + [
-                0.0 if events > max_events // 2 else w * chaos for _, w in broken
-            ]
+            weights = [w for _, w in usual] + [0.0 if events > max_events // 2 else w * chaos for _, w in broken]
             (event,) = self.random.choices([e for e, _ in usual + broken], weights)
             event()
             self.check_ledger()
@@ -493,11 +480,7 @@ class World:
 
     def _agreed(self) -> bool:
         trainer = self.trainer
-        return (
-            self.epoch == trainer.epoch
-            and self.ledger.table.committed == trainer.steps
-            and not trainer.applied
-        )
+        return self.epoch == trainer.epoch and self.ledger.table.committed == trainer.steps and not trainer.applied
 
     def check_end(self) -> None:
         """Every position was trained exactly once, as its trainer saw it, or dropped with a reason."""

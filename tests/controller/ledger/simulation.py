@@ -111,9 +111,7 @@ class Simulation:
         request = replica.last_request if repeat else self._lease_id()
         replica.last_request = request
         n, probe = self.random.randint(1, 4), self.random.random() < self.probes
-        decision = self.ledger.lease(
-            replica.name, request, replica.version, self.published, n, self.now, probe=probe
-        )
+        decision = self.ledger.lease(replica.name, request, replica.version, self.published, n, self.now, probe=probe)
         for group in decision.groups:
             assert group.lease_id is not None
             replica.leases[group.id] = group.lease_id
@@ -266,9 +264,7 @@ class Simulation:
         lineage = ledger.table.lineage
         contained = lineage.contains(step, found.timeline, ledger.table.committed)
         # Of what was before its snapshot, a ledger that began from one knows the snapshot's timeline and step alone.
-        known = step >= lineage.floor and (
-            found.timeline == lineage.source or found.timeline >= lineage.first
-        )
+        known = step >= lineage.floor and (found.timeline == lineage.source or found.timeline >= lineage.first)
         assert contained == (self.history[:step] == found.history and (not step or known))
         if not contained:
             assert found.snapshot is not None
@@ -331,9 +327,7 @@ class Simulation:
         assert ledger.table.filtered == self.filtered
         assert status.max_staleness <= self.params.staleness_bound
         assert status.over_bound == 0
-        assert status.staleness == _staleness(self.history), (
-            "the totals are of other samples than were trained"
-        )
+        assert status.staleness == _staleness(self.history), "the totals are of other samples than were trained"
 
     def check_history(self) -> None:
         """Every step is in the record, but those that only a snapshot tells of."""

@@ -25,9 +25,7 @@ def exists_assignment(deadlines: list[int], first_step: int, slots: int) -> bool
 
 @given(st.lists(st.integers(0, 4), max_size=6), st.integers(0, 2), st.integers(1, 3))
 def test_schedulable_is_exact(deadlines: list[int], first_step: int, slots: int) -> None:
-    assert schedulable(Counter(deadlines), first_step, slots) == exists_assignment(
-        deadlines, first_step, slots
-    )
+    assert schedulable(Counter(deadlines), first_step, slots) == exists_assignment(deadlines, first_step, slots)
 
 
 def test_tightest_prefix_is_the_first_step_that_overflows() -> None:
@@ -51,9 +49,7 @@ def admission(**changes: object) -> Admission:
 @pytest.mark.parametrize(
     ("facts", "version", "update", "says"),
     [
-        pytest.param(
-            {"deadlines": Counter({10: 2, 11: 2, 12: 2})}, 10, False, "6 groups are outstanding", id="full"
-        ),
+        pytest.param({"deadlines": Counter({10: 2, 11: 2, 12: 2})}, 10, False, "6 groups are outstanding", id="full"),
         pytest.param({}, 7, True, "load version 10", id="an old version"),
         pytest.param(
             {"params": replace(PARAMS, staleness_bound=0), "first_step": 11},

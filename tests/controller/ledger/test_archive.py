@@ -40,9 +40,7 @@ def _ids() -> Callable[[], str]:
 def _plain(answer: Any) -> Any:
     """An answer without the objects of one ledger."""
     if isinstance(answer, LeaseDecision):
-        groups = [
-            (group.id, group.lease_id, group.deadline, sorted(group.samples)) for group in answer.groups
-        ]
+        groups = [(group.id, group.lease_id, group.deadline, sorted(group.samples)) for group in answer.groups]
         return groups, answer.refusal
     if isinstance(answer, Assembled):
         return answer.step, [group.id for group in answer.groups]
@@ -110,9 +108,7 @@ class _Tables:
         self._twins = twins
 
     def __getattr__(self, name: str) -> Any:
-        return (
-            self._twins.both(f"table.{name}") if name in COMPARED else getattr(self._twins.whole.table, name)
-        )
+        return self._twins.both(f"table.{name}") if name in COMPARED else getattr(self._twins.whole.table, name)
 
 
 class TwinSimulation(Simulation):
@@ -145,9 +141,7 @@ class TwinSimulation(Simulation):
 
 @pytest.mark.scaled
 @settings(max_examples=examples(5), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    st.integers(0, 2**32), st.integers(0, 3), st.integers(1, 3), st.booleans(), st.sampled_from([(), ("r",)])
-)
+@given(st.integers(0, 2**32), st.integers(0, 3), st.integers(1, 3), st.booleans(), st.sampled_from([(), ("r",)]))
 def test_forgetting_changes_no_answer(
     seed: int, bound: int, groups_per_step: int, keep: bool, metrics: tuple[str, ...]
 ) -> None:

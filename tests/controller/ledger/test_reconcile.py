@@ -137,9 +137,7 @@ def test_a_lineage_is_bounded_and_then_only_denies() -> None:
     contained = [lineage.contains(timeline + 1, timeline, committed) for timeline in range(1, committed)]
     assert contained == sorted(contained)
     assert contained.count(True) == MOST_BEGINNINGS
-    assert not any(
-        lineage.contains(timeline + 2, timeline, committed) for timeline in range(1, committed - 1)
-    )
+    assert not any(lineage.contains(timeline + 2, timeline, committed) for timeline in range(1, committed - 1))
 
 
 def test_a_header_without_a_lineage_knows_the_timeline_before() -> None:
@@ -152,14 +150,8 @@ def test_a_header_without_a_lineage_knows_the_timeline_before() -> None:
 
 @pytest.mark.scaled
 @settings(max_examples=examples(60), deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=7),
-    st.integers(0, 4),
-    st.integers(1, 2),
-)
-def test_what_is_given_up_is_the_least_that_must_be(
-    jobs: list[tuple[int, int]], first: int, slots: int
-) -> None:
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=7), st.integers(0, 4), st.integers(1, 2))
+def test_what_is_given_up_is_the_least_that_must_be(jobs: list[tuple[int, int]], first: int, slots: int) -> None:
     given_up = set(overdue(jobs, first, slots))
 
     def possible(kept: set[int]) -> bool:
@@ -374,9 +366,7 @@ def test_a_lease_granted_since_gives_way_once_and_only_while_nothing_is_pushed_u
     assert adopt(ledger.table, "r", [held("e0-p0")], 0.0) == []
     assert ledger.renew("other", [later], 0.0) == [later]
     back = HeldLease(group_id="e0-p0", lease_id=later, version=0)
-    assert adopt(ledger.table, "other", [back], 0.0) == [later], (
-        "they do not take it from each other again and again"
-    )
+    assert adopt(ledger.table, "other", [back], 0.0) == [later], "they do not take it from each other again and again"
     (group,) = ledger.lease("other", "request-2", 0, 0, 1, 0.0).groups
     assert ledger.push(group.id, str(group.lease_id), 0, make_header(0, 0), 10).accepted
     assert adopt(ledger.table, "r", [held(group.id)], 0.0) == [f"lease-of-{group.id}"]

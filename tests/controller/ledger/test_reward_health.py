@@ -19,9 +19,7 @@ from tests.support.served import served_controller
 from tests.support.waiting import PATIENCE, until
 
 OUTAGE = "ConnectionError: [Errno 111] refused\nin reward function judge.py:ask\nTraceback …"
-BROKEN = (
-    "TypeError: score() takes 3 arguments, row {row}\nin reward function mine.py:score\nTraceback …\n  File …"
-)
+BROKEN = "TypeError: score() takes 3 arguments, row {row}\nin reward function mine.py:score\nTraceback …\n  File …"
 
 
 def failed(error: str, **changes: object) -> Failure | None:
@@ -84,20 +82,14 @@ def scored(n: int) -> list[tuple[int, Failure | None]]:
         (128, faults(33), "not one prompt was scored: 33 of the last 33 attempts"),
         (4, [(i, SCORED if i % 2 else fault(i)) for i in range(1, 300)], ""),
         # a fifth of the rows is bad and tried five times: most attempts fail, most prompts do not
-        (
-            4,
-            [(i, SCORED if i % 5 else fault(i)) for i in range(1, 200) for _ in range(1 if i % 5 else 5)],
-            "",
-        ),
+        (4, [(i, SCORED if i % 5 else fault(i)) for i in range(1, 200) for _ in range(1 if i % 5 else 5)], ""),
         # connection errors stop nothing before their time
         (4, [(i, outage()) for i in range(99)], ""),
         (4, [(i, outage()) for i in range(101)], "no prompt was scored for reward.outage_timeout = 100 s"),
         (4, [(i, SCORED if i == 50 else outage()) for i in range(140)], ""),
     ],
 )
-def test_what_stops_a_run(
-    groups_per_step: int, attempts: list[tuple[int, Failure | None]], says: str
-) -> None:
+def test_what_stops_a_run(groups_per_step: int, attempts: list[tuple[int, Failure | None]], says: str) -> None:
     stop = run(RewardHealth(groups_per_step, 100.0, scored=False), attempts)
     assert (stop is None) == (says == "")
     if stop is not None:
@@ -263,10 +255,7 @@ def validating(**validation: object) -> Config:
 
 
 def test_a_round_of_validation_counts_where_it_is_scored_alike(stage: Stage) -> None:
-    for config, phase in (
-        (validating(), Phase.FAILED),
-        (validating(reward_function="format"), Phase.VALIDATING),
-    ):
+    for config, phase in ((validating(), Phase.FAILED), (validating(reward_function="format"), Phase.VALIDATING)):
         served = stage.serve(config)
         _, rollout = stage.ready(served)
         assert all(name.startswith("v") for name in failing(rollout, 2, BROKEN))
@@ -306,9 +295,7 @@ def test_a_job_whose_data_runs_out_before_its_first_step_has_failed(stage: Stage
     assert (status.last_error or "").startswith("not one of 2 steps was trained")
     assert "dropped: zero_variance 3" in status.last_error
     assert "filter_reward_metric" in status.last_error
-    assert status.last_error.endswith("start a new run: this one has no prompts left"), (
-        "a resume changes nothing"
-    )
+    assert status.last_error.endswith("start a new run: this one has no prompts left"), "a resume changes nothing"
     assert stage.client(served).send(api.operate("resume")).phase is Phase.FAILED
     # No batch without samples, and nothing to export.
     with pytest.raises(Refused, match="not one of 2 steps"):

@@ -42,9 +42,7 @@ def test_any_schedule_keeps_the_invariants_and_ends(
     "bound", [pytest.param(0, marks=pytest.mark.soak), 1, pytest.param(4, marks=pytest.mark.soak)]
 )
 def test_a_long_job_under_constant_failures(bound: int) -> None:
-    params = LedgerParams(
-        groups_per_step=4, n_samples=2, staleness_bound=bound, n_positions=200, keep_payloads=True
-    )
+    params = LedgerParams(groups_per_step=4, n_samples=2, staleness_bound=bound, n_positions=200, keep_payloads=True)
     simulation = Simulation(seed=bound, params=params, n_replicas=3)
     simulation.run(chaos=1.0, max_events=60_000)
     assert len(simulation.trained) > 100

@@ -88,9 +88,7 @@ class Host:
 class World:
     """See the module's docstring. `run` returns when the job has finished."""
 
-    def __init__(
-        self, seed: int, config: Config, run_dir: Path, n_rollouts: int = 3, chaos: float = 1.0
-    ) -> None:
+    def __init__(self, seed: int, config: Config, run_dir: Path, n_rollouts: int = 3, chaos: float = 1.0) -> None:
         self.random = Random(seed)
         self.config, self.run_dir, self.n_rollouts, self.chaos = config, run_dir, n_rollouts, chaos
         self.loop = asyncio.get_running_loop()
@@ -325,9 +323,7 @@ class World:
         assert len(job.registry.present("policy")) <= 1
         assert not any(group.crashes for group in table.in_state(GroupState.WAITING)), "nobody saw a crash"
         left = [group.expires - job.clock() for group in table.in_state(GroupState.LEASED)]
-        assert max(left, default=0.0) <= table.params.lease_timeout + 1e-3, (
-            "a clock that is set keeps a lease"
-        )
+        assert max(left, default=0.0) <= table.params.lease_timeout + 1e-3, "a clock that is set keeps a lease"
 
     def check_end(self, job: JobState) -> None:
         """Every position is in the weights once, or was dropped with a reason."""
@@ -388,9 +384,7 @@ def table_of(data: bytes | None) -> tuple[StepTable, list[memoryview]] | None:
 def bundle(replica: str, group: m.LeasedGroup, indices: list[int], version: int) -> bytes:
     """The body of a push of several samples."""
     items = [m.PushItem(group_id=group.group_id, lease_id=group.lease_id, index=index) for index in indices]
-    call = api.push_many(
-        m.PushList(replica_id=replica, pushes=items), [frame(index, version) for index in indices]
-    )
+    call = api.push_many(m.PushList(replica_id=replica, pushes=items), [frame(index, version) for index in indices])
     assert call.body is not None
     return call.body
 
@@ -402,9 +396,7 @@ async def push(controller: Controller, body: bytes) -> m.PushReply:
     reply = await controller.samples.push(replica_id, body, pushes)
     for item, result in zip(pushes, reply.results, strict=True):
         if result.accepted and not result.duplicate:
-            assert before.get(item.item.group_id) == item.item.lease_id, (
-                "counted under a lease that has ended"
-            )
+            assert before.get(item.item.group_id) == item.item.lease_id, "counted under a lease that has ended"
     return reply
 
 

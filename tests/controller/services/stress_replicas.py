@@ -260,9 +260,7 @@ class _Rollout:
                 incarnation=self.reply.incarnation, leases=sorted(self.held), version=self.version
             )
             try:
-                reply = await self.world.call(
-                    lambda c, r=request: c.replicas.heartbeat(self.reply.replica_id, r)
-                )
+                reply = await self.world.call(lambda c, r=request: c.replicas.heartbeat(self.reply.replica_id, r))
             except Lost:
                 continue
             for lease in reply.lost_leases:

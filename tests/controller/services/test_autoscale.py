@@ -142,9 +142,5 @@ def test_every_role_may_read_and_people_alone_may_ask(
     with asking(idle.url, role) as http:
         answer = http.get("/v1/autoscale")
         assert (answer.status_code, answer.json()["desired"]) == (reads, 1)
-        assert http.post("/v1/autoscale", json={"replicas": 1}).status_code == (
-            409 if role == "user" else 403
-        )
-        assert http.post("/v1/autoscale", json={"replicas": -1}).status_code == (
-            422 if role == "user" else 403
-        )
+        assert http.post("/v1/autoscale", json={"replicas": 1}).status_code == (409 if role == "user" else 403)
+        assert http.post("/v1/autoscale", json={"replicas": -1}).status_code == (422 if role == "user" else 403)

@@ -46,9 +46,7 @@ def test_a_run_tells_what_happens_and_its_file_says_the_same(stage: Stage) -> No
     train_step(trainer, rollout, 0)
     trainer.checkpoint(1)
     rollout.update()
-    rollout.finish(
-        rollout.lease(1).groups, score=None, error="ValueError: no\nin reward function f\n  File …"
-    )
+    rollout.finish(rollout.lease(1).groups, score=None, error="ValueError: no\nin reward function f\n  File …")
     until(lambda: len(filed(served)) == served.job.events.highest, "all events are filed")
     found = past(served)
     kinds = [event.kind for event in found]
@@ -88,9 +86,7 @@ def test_a_stream_is_followed_and_gone_on_with_after_a_restart(stage: Stage) -> 
 
 
 def next_event(lines: Iterator[str]) -> Event:
-    return Event.model_validate_json(
-        next(line for line in lines if line.startswith("data: ")).removeprefix("data: ")
-    )
+    return Event.model_validate_json(next(line for line in lines if line.startswith("data: ")).removeprefix("data: "))
 
 
 def test_a_rewind_is_an_event_and_undoes_steps(stage: Stage) -> None:
@@ -139,9 +135,7 @@ def test_cut_answers_that_leave_their_groups_mean_are_warned_of_once(stage: Stag
     served.restart()
     step(1)
     step(2)
-    events = [
-        event for event in served.job.events.after(0) if event.kind in (EventKind.STEP, EventKind.ALARM)
-    ]
+    events = [event for event in served.job.events.after(0) if event.kind in (EventKind.STEP, EventKind.ALARM)]
     assert [event.text for event in events if event.kind is EventKind.STEP] == [
         f"step {number} is trained, reward 0.250" for number in range(3)
     ]

@@ -32,9 +32,7 @@ class Office:
         self.full: set[str] = set()
         self.only_version: int | None = None
         self.changed = ChangeSignal()
-        self.queue = LeaseQueue(
-            self.changed, self.decide, lambda: self.alike, self.stage, lambda: self.closing
-        )
+        self.queue = LeaseQueue(self.changed, self.decide, lambda: self.alike, self.stage, lambda: self.closing)
 
     def stage(self) -> None:
         self.staged += 1
@@ -120,9 +118,7 @@ async def test_one_refusal_speaks_for_its_kind() -> None:
     assert office.served == ["r1"], "the refusal of version 0 is none of version 1"
     office.closing = True
     await office.change()
-    assert (
-        await settled(*tasks) == [LeaseStatus.THROTTLED, LeaseStatus.GRANTED] + [LeaseStatus.THROTTLED] * 98
-    )
+    assert await settled(*tasks) == [LeaseStatus.THROTTLED, LeaseStatus.GRANTED] + [LeaseStatus.THROTTLED] * 98
 
 
 @in_event_loop

@@ -40,9 +40,7 @@ def test_the_initial_weights_come_first_at_the_replica_that_takes_part(stage: St
 
 
 def test_a_round_becomes_a_record_and_outlives_the_controller(stage: Stage) -> None:
-    served, _, rollout = stage.at_work(
-        make_config(controller=PATIENT, validation={**EVERY_4, "n_generation": 3})
-    )
+    served, _, rollout = stage.at_work(make_config(controller=PATIENT, validation={**EVERY_4, "n_generation": 3}))
     reply = rollout.lease(2)
     assert [len(group.seeds) for group in reply.groups] == [3, 3]
     rollout.finish(reply.groups)
@@ -137,9 +135,7 @@ def test_a_failed_reward_is_an_error_and_not_a_zero(stage: Stage) -> None:
 
 
 def test_leased_groups_carry_prompt_row_and_seeds(stage: Stage) -> None:
-    _, _, rollout = stage.at_work(
-        make_config(train={"train_policy": {"type": "grpo", "dataloader_shuffle": False}})
-    )
+    _, _, rollout = stage.at_work(make_config(train={"train_policy": {"type": "grpo", "dataloader_shuffle": False}}))
     (group,) = rollout.lease().groups
     assert group.prompt_token_ids == [1, 2, 3]
     assert group.row == {"prompt": "train 0", "answer": "0"}

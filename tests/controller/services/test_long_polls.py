@@ -41,9 +41,7 @@ def waiters(served: ServedController) -> int:
 
 def hang_up_in(served: ServedController, role: str, call: str, body: str = "") -> None:
     """Make a call and hang up while it is held; the controller notices."""
-    head = (
-        f"{call} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKENS[role]}\r\ncontent-length: {len(body)}"
-    )
+    head = f"{call} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKENS[role]}\r\ncontent-length: {len(body)}"
     url = httpx.URL(served.url)
     with socket.create_connection((url.host, url.port), PATIENCE) as connection:
         connection.sendall(f"{head}\r\n\r\n{body}".encode())

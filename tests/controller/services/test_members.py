@@ -24,9 +24,7 @@ KIND = {"code": "abc", "ranks": "1"}
 
 def several(**sections: Any) -> Config:
     policy = {"parallelism": {"n_init_replicas": 2}}
-    return make_config(
-        policy=policy, train={"ckpt": {"enable_checkpoint": True}}, controller=PATIENT, **sections
-    )
+    return make_config(policy=policy, train={"ckpt": {"enable_checkpoint": True}}, controller=PATIENT, **sections)
 
 
 def ask(who: Trainer, at: str, step: int = 0, **more: Any) -> MemberReply:
@@ -86,9 +84,7 @@ def test_the_first_one_begins_and_alone_may_commit_until_it_dies(stage: Stage) -
     shown = stage.client(served).send(api.job()).members
     assert shown is not None
     assert [(member.replica_id, member.parts) for member in shown.members] == [("policy-1.2", 2)]
-    events = [
-        event.data["members"] for event in served.job.events.after(0) if event.kind is EventKind.MEMBERS
-    ]
+    events = [event.data["members"] for event in served.job.events.after(0) if event.kind is EventKind.MEMBERS]
     assert events[:3] == [{"policy-0.2": 2}, {"policy-0.2": 1, "policy-1.2": 1}, {"policy-1.2": 2}]
 
 

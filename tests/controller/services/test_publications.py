@@ -8,15 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from controller.client import calls as api
-from controller.state.update_reports import (
-    BUCKETS,
-    DETAIL,
-    PUBLICATIONS,
-    REPLICAS,
-    STAGES,
-    Histogram,
-    Updates,
-)
+from controller.state.update_reports import BUCKETS, DETAIL, PUBLICATIONS, REPLICAS, STAGES, Histogram, Updates
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode
 from schema.wire.weights import Publication
@@ -111,9 +103,7 @@ def test_buckets_are_cumulative() -> None:
 
 def test_reports_are_listed_with_their_publication(stage: Stage) -> None:
     served, trainer, rollout = stage.at_work()
-    publish(
-        trainer, 0, begins=1, n_bytes=20, full_bytes=1000, changed=3, elements=500, metrics={"encode": 0.25}
-    )
+    publish(trainer, 0, begins=1, n_bytes=20, full_bytes=1000, changed=3, elements=500, metrics={"encode": 0.25})
     report(rollout, 2, mode="in_place", n_bytes=20, seconds={"fetch": 1.0, "pause": 0.004}, served_hash="c")
     first, second = stage.client(served).send(api.publications())
     assert (first.publication.id, first.updates, first.ratio) == (1, [], None)

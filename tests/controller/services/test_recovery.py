@@ -309,14 +309,7 @@ def test_a_hostile_snapshot_is_a_clear_error_and_registers_nobody(
     stage: Stage, changes: dict[str, object], says: str
 ) -> None:
     served = stage.serve()
-    fields = {
-        "committed_steps": 3,
-        "timeline": 0,
-        "frontier": 6,
-        "untrained": [],
-        "n_positions": 12,
-        **changes,
-    }
+    fields = {"committed_steps": 3, "timeline": 0, "frontier": 6, "untrained": [], "n_positions": 12, **changes}
     snapshot = m.LedgerSnapshot.model_validate(fields)
     with pytest.raises(Refused, match=says):
         stage.trainer(served).register(resume_step=3, snapshot=snapshot)
@@ -345,9 +338,7 @@ def test_supervised_steps_are_replayed_and_resumed(stage: Stage) -> None:
 
 
 def loss_of(version: int, loss: float) -> m.HeldOutLoss:
-    return m.HeldOutLoss(
-        version=version, at=1.0, samples=2, loss=loss, accuracy=0.5, response_tokens_mean=3.0
-    )
+    return m.HeldOutLoss(version=version, at=1.0, samples=2, loss=loss, accuracy=0.5, response_tokens_mean=3.0)
 
 
 def test_validations_of_supervised_training_travel_with_its_steps(stage: Stage) -> None:

@@ -59,9 +59,7 @@ def test_a_replica_that_registers_again_keeps_the_leases_it_declares(stage: Stag
 
 
 def test_beats_keep_leases_and_forgotten_ones_go_to_others(stage: Stage) -> None:
-    served, _, rollout = stage.at_work(
-        make_config(controller={"lease_timeout": 1000.0, "heartbeat_timeout": 9000.0})
-    )
+    served, _, rollout = stage.at_work(make_config(controller={"lease_timeout": 1000.0, "heartbeat_timeout": 9000.0}))
     kept, forgotten = rollout.lease(2).groups
     rollout.beat({kept.lease_id})
     assert leased(served) == 2
@@ -96,9 +94,7 @@ def test_nobody_is_late_because_the_controller_was_away(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
-def test_a_clock_that_is_set_decides_about_nobody(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, jump: float
-) -> None:
+def test_a_clock_that_is_set_decides_about_nobody(stage: Stage, monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
     """Neither while a controller lives nor between two of them: who is silent is lost, all others are there."""
     real, ahead = time.time, [0.0]
     monkeypatch.setattr(time, "time", lambda: real() + ahead[0])
@@ -148,9 +144,7 @@ def test_what_the_launcher_saw_end_is_released_at_once(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(("crashed", "dropped"), [(True, {"poison": 1}), (False, {})])
-def test_only_a_crash_counts_for_what_a_replica_held(
-    stage: Stage, crashed: bool, dropped: dict[str, int]
-) -> None:
+def test_only_a_crash_counts_for_what_a_replica_held(stage: Stage, crashed: bool, dropped: dict[str, int]) -> None:
     served, _, rollout = stage.at_work(make_config(controller={"max_attempts": 1}))
     user = stage.client(served)
     rollout.lease(1)
@@ -384,10 +378,7 @@ def test_a_profile_is_handed_to_the_trainer_until_it_says_that_it_knows(stage: S
     assert order == trainer.beat().profile
     assert order.profile_id == "profile-1"
     busy = refused(user.send, api.profile(replica, m.ProfileRequest()))
-    assert (busy.code, "under way (asked; 3 steps from step 4 on)" in busy.detail) == (
-        ErrorCode.CONFLICT,
-        True,
-    )
+    assert (busy.code, "under way (asked; 3 steps from step 4 on)" in busy.detail) == (ErrorCode.CONFLICT, True)
     for state in ("recording", "written"):
         assert report(trainer, order, state).profile is None
     report(rollout, order, "written")

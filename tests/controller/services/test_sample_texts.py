@@ -108,9 +108,7 @@ def test_samples_of_a_validation_are_found_by_its_version(stage: Stage) -> None:
     assert {record.step for record in found(served, kind="validation", step=0)} == {0}
 
 
-def test_a_text_that_is_none_and_a_folder_that_cannot_be_written_cost_nothing_but_the_text(
-    stage: Stage,
-) -> None:
+def test_a_text_that_is_none_and_a_folder_that_cannot_be_written_cost_nothing_but_the_text(stage: Stage) -> None:
     served, trainer, rollout = stage.at_work()
     sample_file.folder_of(served.job.run_dir).write_text("in the way")
     push_text(rollout, 1, score=None, error="KeyError: 'x'")

@@ -13,9 +13,7 @@ from tests.support.controller import make_config
 
 
 def test_at_every_moment_it_is_said_what_the_job_waits_for(stage: Stage) -> None:
-    served = stage.serve(
-        make_config(train={"train_policy": {"allowed_outdated_steps": 0}}, controller=PATIENT)
-    )
+    served = stage.serve(make_config(train={"train_policy": {"allowed_outdated_steps": 0}}, controller=PATIENT))
     user = stage.client(served)
 
     def now(*words: str) -> JobStatus:
@@ -34,9 +32,7 @@ def test_at_every_moment_it_is_said_what_the_job_waits_for(stage: Stage) -> None
     rollout.register()
     now("step 0 waits for version 0 in rollout-0")
     rollout.beat(status="looking around")
-    since = now(
-        "step 0 waits for 2 more groups", "none is leased yet by rollout-0 (looking around)"
-    ).sentence_since
+    since = now("step 0 waits for 2 more groups", "none is leased yet by rollout-0 (looking around)").sentence_since
     groups = rollout.lease(2).groups
     served.skip(60.0)
     assert now("2 are leased", "by rollout-0 60 s ago", "0 of their 4 samples").sentence_since != since
@@ -55,9 +51,7 @@ def test_at_every_moment_it_is_said_what_the_job_waits_for(stage: Stage) -> None
     rollout.finish(groups[:1])
     done = {"reward_retried": 2.0, "reward_attempts": 8.0, "reward_seconds": 4.0}
     rollout.beat(gauges={"running": 2.0, "longest_tokens": 2911.0, **done})
-    status = now(
-        "0 waits for 1 more group (1 are leased", "the longest unfinished one has 2,911 tokens so far"
-    )
+    status = now("0 waits for 1 more group (1 are leased", "the longest unfinished one has 2,911 tokens so far")
     assert status.rewards is not None
     assert (status.rewards.retried, status.rewards.attempt_seconds_mean) == (2, 0.5)
     rollout.finish(groups[1:])
@@ -77,9 +71,7 @@ def test_at_every_moment_it_is_said_what_the_job_waits_for(stage: Stage) -> None
     user.send(api.operate("stop"))
     rewards = now("stopped after 1 of").rewards
     assert rewards is not None
-    assert (rewards.wait_seconds, rewards.wait_fraction, rewards.retried) == (4.0, 0.4, 2), (
-        "of those that left too"
-    )
+    assert (rewards.wait_seconds, rewards.wait_fraction, rewards.retried) == (4.0, 0.4, 2), "of those that left too"
 
 
 @pytest.mark.parametrize(
@@ -108,11 +100,7 @@ def test_advice_follows_from_what_both_pools_need(
     assert len(found) == bool(words), found
     for word in words:
         assert word in found[0]
-    assert advice({"rollout": idle}, steps, None, rollouts=rollouts, bound=2, overlaps=False) == [], (
-        "in turns"
-    )
+    assert advice({"rollout": idle}, steps, None, rollouts=rollouts, bound=2, overlaps=False) == [], "in turns"
     (reward,) = advice({"rollout": idle}, steps, 0.4, rollouts=rollouts, bound=2, overlaps=False)
     assert "wait for rewards 40%" in reward
-    assert advice({"rollout": idle}, steps[:2], 0.4, rollouts=rollouts, bound=2) == [], (
-        "it is too early to know"
-    )
+    assert advice({"rollout": idle}, steps[:2], 0.4, rollouts=rollouts, bound=2) == [], "it is too early to know"

@@ -94,10 +94,7 @@ def test_the_next_batch_is_guessed_while_a_step_trains(stage: Stage) -> None:
 
     assert ahead(1) is not None
     assert served.run(until_the_commit()) is None
-    assert (
-        refused(trainer.client.send, api.step_batch(3, epoch + 1, prefetch=True)).code
-        is ErrorCode.STALE_EPOCH
-    )
+    assert refused(trainer.client.send, api.step_batch(3, epoch + 1, prefetch=True)).code is ErrorCode.STALE_EPOCH
     table, frames = decode_batch(guess)
     assert table.step == 1
     assert [decode_sample(frame).header.total_tokens for frame in frames] == table.total_tokens
@@ -159,9 +156,7 @@ def test_the_last_step_may_be_short_and_samples_are_counted(stage: Stage) -> Non
 
 
 def test_reaching_the_last_step_drops_what_is_left_as_surplus(stage: Stage) -> None:
-    served, trainer, rollout = stage.at_work(
-        make_config(train={"max_num_steps": 1}, controller={"oversample": 2.0})
-    )
+    served, trainer, rollout = stage.at_work(make_config(train={"max_num_steps": 1}, controller={"oversample": 2.0}))
     rollout.finish(rollout.lease(3).groups)
     assert trainer.batch(0) is not None
     assert trainer.commit(0).finished

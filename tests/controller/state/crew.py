@@ -297,17 +297,10 @@ class Crew:
     def _begin(self, one: Replica) -> None:
         others = self.control.members.keys() - {one.name}
         last = one.step == self.control.step and others == self.control._said.keys() - {one.name}
-        if (
-            last
-            and one.name != self.control.leader
-            and not self.control.weights
-            and self.chance.random() < self.rot
-        ):
+        if last and one.name != self.control.leader and not self.control.weights and self.chance.random() < self.rot:
             one.weights = mixed(one.weights, "a bit has turned")  # and a leader with the right ones is there
             self.rotten.add(one.name)
-        order = self.ask(
-            one, lambda: self.control.begin(one.name, one.step, one.weights, one.applied), begins=True
-        )
+        order = self.ask(one, lambda: self.control.begin(one.name, one.step, one.weights, one.applied), begins=True)
         if order.action == "train":
             one.own = {}
             self._take(one, order)
@@ -336,13 +329,7 @@ class Crew:
         order = self.ask(
             one,
             lambda: self.control.ready(
-                one.name,
-                one.order.epoch,
-                one.step,
-                one.number,
-                seconds,
-                weights=one.before,
-                applied=one.applied,
+                one.name, one.order.epoch, one.step, one.number, seconds, weights=one.before, applied=one.applied
             ),
         )
         if order.action == "exchange":
@@ -360,13 +347,7 @@ class Crew:
             other, part = self.chance.choice(open_ways)
             assert other.weights == one.weights, f"{one.name} and {other.name} exchange with other weights"
             self.means(
-                "exchange",
-                one.policy_epoch,
-                one.step,
-                one.number,
-                one.order.epoch,
-                part,
-                content=one.own[part],
+                "exchange", one.policy_epoch, one.step, one.number, one.order.epoch, part, content=one.own[part]
             )
             other.got[part] = one.own[part]
             one.sent.add((other.name, part))

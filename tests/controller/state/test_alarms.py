@@ -60,9 +60,7 @@ def test_an_alarm_begins_and_is_over(name: str, metrics: dict[str, float]) -> No
 def test_first_steps_without_entropy_do_not_silence_its_alarm(without: int) -> None:
     """The critic warms up, or everything is masked."""
     records = [
-        StepRecord(
-            step=n, at=1.0, metrics={} if n < without or n == 65 else {"entropy": 2.0 if n < 60 else 0.01}
-        )
+        StepRecord(step=n, at=1.0, metrics={} if n < without or n == 65 else {"entropy": 2.0 if n < 60 else 0.01})
         for n in range(69)
     ]
     alarms, stored = Alarms({}), StepLog()

@@ -92,9 +92,7 @@ def test_silence_loses_a_replica_and_a_beat_brings_it_back_as_it_was(registry: R
 
 def test_a_beat_that_comes_late_only_says_that_it_lives(registry: Registry) -> None:
     replica = registry.register(request(), 0.0).replica
-    for at, (sequence, number, is_news) in enumerate(
-        [(5, 50, True), (4, 10, False), (5, 20, False), (6, 60, True)]
-    ):
+    for at, (sequence, number, is_news) in enumerate([(5, 50, True), (4, 10, False), (5, 20, False), (6, 60, True)]):
         gauges = {"reward_attempts": float(number), "running": 1.0 * number}
         facts = {"version": number, "fetching": number, "status": str(number), "gauges": gauges}
         beat = HeartbeatRequest.model_validate({"incarnation": 1, "sequence": sequence, **facts})
@@ -104,9 +102,7 @@ def test_a_beat_that_comes_late_only_says_that_it_lives(registry: Registry) -> N
         assert replica.last_seen == at
 
 
-def test_of_too_many_absent_replicas_the_oldest_is_forgotten_and_its_id_never_used_again(
-    registry: Registry,
-) -> None:
+def test_of_too_many_absent_replicas_the_oldest_is_forgotten_and_its_id_never_used_again(registry: Registry) -> None:
     for number in range(3):  # its third incarnation
         first = registry.register(request("first", number), 0.0).replica
     registry.register(request("here"), 0.0)
@@ -206,9 +202,7 @@ class RegistryMachine(RuleBasedStateMachine):
         for replica in self.newest.values():
             assert self.registry.find(replica.replica_id) is replica
         assert all(
-            self.now - replica.last_seen <= TIMEOUT + 15.0
-            for replica in self.newest.values()
-            if replica.present
+            self.now - replica.last_seen <= TIMEOUT + 15.0 for replica in self.newest.values() if replica.present
         )
 
     @invariant()

@@ -146,6 +146,4 @@ def test_rollout_replicas_wait_for_the_first_trainer() -> None:
     assert not TimeShare().of_policy(1, trainer_present=False), "one that has died holds nobody up"
     assert TimeShare().of_policy(1, trainer_present=True), "it has the devices until it gives them"
     assert not TimeShare(given=1).of_policy(1, trainer_present=True)
-    assert TimeShare(given=1).of_policy(2, trainer_present=True), (
-        "what an earlier one gave the next has again"
-    )
+    assert TimeShare(given=1).of_policy(2, trainer_present=True), "what an earlier one gave the next has again"

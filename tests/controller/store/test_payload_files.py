@@ -72,9 +72,7 @@ def test_no_stub_points_outside_of_the_directory(tmp_path: Path, name: str) -> N
         resolve(tmp_path, stub)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"name":"e0-p0.x.0"}', '{"name":"e0-p0.x.0","n_bytes":-1,"hash":""}']
-)
+@pytest.mark.parametrize("text", ["", "[]", '{"name":"e0-p0.x.0"}', '{"name":"e0-p0.x.0","n_bytes":-1,"hash":""}'])
 def test_a_malformed_stub_is_a_frame_error(text: str) -> None:
     with pytest.raises(FrameError):
         read_entry(encode_frame({}, {"file": text}))
@@ -185,9 +183,7 @@ class SharingRollout(Rollout):
 
 
 def test_payloads_pass_by_the_controller(stage: Stage, tmp_path: Path) -> None:
-    served, trainer, plain = stage.at_work(
-        make_config(controller={"payload_store": str(tmp_path / "shared")})
-    )
+    served, trainer, plain = stage.at_work(make_config(controller={"payload_store": str(tmp_path / "shared")}))
     rollout = SharingRollout.of(plain, tmp_path / "shared" / served.job.job_id)
     reply = rollout.finish(rollout.lease(2).groups)
     assert all(result.accepted for result in reply.results)
@@ -209,9 +205,7 @@ def test_payloads_pass_by_the_controller(stage: Stage, tmp_path: Path) -> None:
 
 
 def test_a_file_that_has_gone_is_made_again(stage: Stage, tmp_path: Path) -> None:
-    served, trainer, plain = stage.at_work(
-        make_config(controller={"payload_store": str(tmp_path / "shared")})
-    )
+    served, trainer, plain = stage.at_work(make_config(controller={"payload_store": str(tmp_path / "shared")}))
     rollout = SharingRollout.of(plain, tmp_path / "shared" / served.job.job_id)
     rollout.finish(rollout.lease(2).groups)
     next(rollout.root.iterdir()).unlink()
@@ -257,9 +251,7 @@ def test_a_directory_that_cannot_be_written_is_passed_by(tmp_path: Path) -> None
     assert "file" in read_metadata(stub)
 
 
-def test_a_directory_that_hangs_holds_up_neither_the_clock_nor_a_call_for_ever(
-    stage: Stage, tmp_path: Path
-) -> None:
+def test_a_directory_that_hangs_holds_up_neither_the_clock_nor_a_call_for_ever(stage: Stage, tmp_path: Path) -> None:
     served = stage.serve(make_config(controller={"payload_store": str(tmp_path / "shared")}))
     stage.ready(served)
     released = threading.Event()

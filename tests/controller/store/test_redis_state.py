@@ -123,9 +123,7 @@ async def test_a_successor_fences_its_predecessor(shared_valkey: ValkeyServer) -
 
 
 @in_event_loop
-async def test_an_epoch_raised_just_before_it_is_watched_again_fences_too(
-    shared_valkey: ValkeyServer,
-) -> None:
+async def test_an_epoch_raised_just_before_it_is_watched_again_fences_too(shared_valkey: ValkeyServer) -> None:
     """The gap between EXEC and the WATCH after it, hit exactly: the transaction raises the epoch itself."""
     pool = ConnectionPool.from_url(shared_valkey.url)
     fence = FencedConnection(pool, "gap:epoch", "gap:seq")
@@ -142,9 +140,7 @@ async def test_an_epoch_raised_just_before_it_is_watched_again_fences_too(
 
 
 @in_event_loop
-async def test_an_idle_controller_finds_its_successor_by_renewing_the_lock(
-    shared_valkey: ValkeyServer,
-) -> None:
+async def test_an_idle_controller_finds_its_successor_by_renewing_the_lock(shared_valkey: ValkeyServer) -> None:
     old, _ = await open_store(shared_valkey, "idle")
     await old.renew_lock()
     assert old.alive_at is None

@@ -107,22 +107,14 @@ def test_our_own_keys_pass_too() -> None:
         ({"train.train_policy.dataset.train_split": "train"}, "train.train_policy.dataset.split", "train"),
         ({"train.train_policy.dataset.test_split": "test"}, "validation.dataset.split", "test"),
         ({"validation.dataset.test_split": ["a", "b"]}, "validation.dataset.split", ["a", "b"]),
-        (
-            {"train.train_policy.no_outdated_rollout": True},
-            "train.train_policy.outdated_rollout_fetch_batch_size",
-            0,
-        ),
+        ({"train.train_policy.no_outdated_rollout": True}, "train.train_policy.outdated_rollout_fetch_batch_size", 0),
         ({"redis": "12800"}, "redis.url", None),
         ({"redis": "10.0.0.5:6379"}, "redis.url", "redis://10.0.0.5:6379"),
         ({"redis": "rediss://host:6380/0"}, "redis.url", "rediss://host:6380/0"),
         ({"rollout.backend": "vllm_async"}, "rollout.backend", "vllm"),
         ({"rollout.backend": "trtllm"}, "rollout.backend", "trtllm"),
         (
-            {
-                "rollout.mode": "async",
-                "rollout.n_generation": 4,
-                "rollout.async_config.max_concurrent_requests": 20,
-            },
+            {"rollout.mode": "async", "rollout.n_generation": 4, "rollout.async_config.max_concurrent_requests": 20},
             "rollout.max_concurrent_samples",
             80,
         ),
@@ -210,9 +202,7 @@ def test_the_type_is_guessed_as_cosmos_rl_does() -> None:
     text = "[train.train_policy]\nconversation_column_name = 'messages'\n[policy]\nmodel_name_or_path = 'm'\n"
     found = convert_text(text, "x.toml")
     assert (found.kind, value_of(found, "train.train_policy.type")) == ("sft", "sft")
-    found = convert_text(
-        text + "[train.train_policy.dataset]\nname = 'x'\n[rollout]\nn_generation = 4\n", "x.toml"
-    )
+    found = convert_text(text + "[train.train_policy.dataset]\nname = 'x'\n[rollout]\nn_generation = 4\n", "x.toml")
     assert found.entry("rollout.n_generation").outcome is Outcome.IMPLICIT
     for key in ("kl_beta = 0.0", "loss_type = 'token-mean'"):
         assert convert_text(f"[train.train_policy]\n{key}\n", "x.toml").kind == "grpo"

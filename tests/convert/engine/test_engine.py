@@ -46,9 +46,7 @@ def finish(context: ConversionContext) -> None:
 
 
 NOTHING = ClosedList({}, {})
-READER = Reader(
-    "toy", "Toy", {"toy": "a toy"}, NOTHING, lambda source: "toy", ("lr",), lambda kind: ROWS, finish
-)
+READER = Reader("toy", "Toy", {"toy": "a toy"}, NOTHING, lambda source: "toy", ("lr",), lambda kind: ROWS, finish)
 
 
 def run(yaml: str, reader: Reader = READER) -> Conversion:
@@ -158,9 +156,7 @@ def test_our_own_defaults_fall_back_too() -> None:
     reader = Reader("toy", "Toy", {}, NOTHING, READER.detect, (), lambda kind: rules)
     conversion = run("lr: 1e-5", reader)
     assert conversion.config["train"]["compile"] is False
-    assert any(
-        addition.key == "train.compile" and addition.faithful is True for addition in conversion.additions
-    )
+    assert any(addition.key == "train.compile" and addition.faithful is True for addition in conversion.additions)
 
 
 def test_what_changes_numbers_never_falls_back() -> None:
@@ -179,15 +175,11 @@ def test_keys_of_a_role_that_is_not_built_stay_as_meant() -> None:
 @pytest.mark.usefixtures("without_compiler")
 def test_a_faulty_value_does_not_stop_fallbacks() -> None:
     assert nearest({"train": {"compile": True, "optm_lr": "soon"}})["train.compile"][0] is False
-    assert (
-        nearest({"train": {"train_policy": {"type": "dance"}, "compile": True}})["train.compile"][0] is False
-    )
+    assert nearest({"train": {"train_policy": {"type": "dance"}, "compile": True}})["train.compile"][0] is False
 
 
 def test_toml_and_reports_carry_anything() -> None:
-    nasty = (
-        'model: {path: "a\\n#b \'c\' \\\\ \\u2028"}\n"we\\nird": "x\\u0000y"\nls: [1, {a: null}]\nd: .inf\n'
-    )
+    nasty = 'model: {path: "a\\n#b \'c\' \\\\ \\u2028"}\n"we\\nird": "x\\u0000y"\nls: [1, {a: null}]\nd: .inf\n'
     conversion = run(nasty)
     written = to_toml(conversion)
     assert tomllib.loads(written) == conversion.config
@@ -207,11 +199,7 @@ def test_dotted_keys_and_back() -> None:
 
 
 def test_leaves_and_store() -> None:
-    assert list(leaves({"a": {"b": 1, "c": {}}, "d": [1]})) == [
-        (("a", "b"), 1),
-        (("a", "c"), {}),
-        (("d",), [1]),
-    ]
+    assert list(leaves({"a": {"b": 1, "c": {}}, "d": [1]})) == [(("a", "b"), 1), (("a", "c"), {}), (("d",), [1])]
     table: dict[str, Any] = {}
     assert store(table, ("a", "b"), 1)
     assert not store(table, ("a", "b", "c"), 1)
@@ -245,11 +233,7 @@ def test_readers_agree_with_their_names() -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    for name, content in (
-        ("absent.yaml", None),
-        ("bytes.yaml", b"\xff\xfe\x00"),
-        ("large.yaml", b"a" * 5_000_000),
-    ):
+    for name, content in (("absent.yaml", None), ("bytes.yaml", b"\xff\xfe\x00"), ("large.yaml", b"a" * 5_000_000)):
         if content is not None:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError):

@@ -51,70 +51,38 @@ def test_a_file_of_another_system_is_refused_by_its_name(system: str, text: str)
 
 _IMPORTS = "from datasets import x\nfrom trl import GRPOTrainer\n\ndef reward(x, **kwargs):\n    return 1\n"
 _RAY = 'ray job submit --runtime-env-json=\'{"x": "y"}\' -- python3 -m openrlhf.cli.train --pretrain x'
-_OVERRIDES = (
-    "algorithm.adv_estimator=grpo\n+actor_rollout_ref.actor.extra=1\n~data.val_files\n++trainer.nnodes=2"
-)
+_OVERRIDES = "algorithm.adv_estimator=grpo\n+actor_rollout_ref.actor.extra=1\n~data.val_files\n++trainer.nnodes=2"
 SCRIPTS = {
     "run.py": (_IMPORTS, "a Python script of TRL", "cosmos-launch init"),
     "trl": (_IMPORTS, "a Python script of TRL", "cosmos-launch init"),
-    "unsloth.py": (
-        "from unsloth import FastLanguageModel",
-        "a Python script of Unsloth",
-        "cosmos-launch init",
-    ),
+    "unsloth.py": ("from unsloth import FastLanguageModel", "a Python script of Unsloth", "cosmos-launch init"),
     "args.txt": ("--pretrain x --init_kl_coef 0.1 --n_samples 1", "a command line of OpenRLHF", "init"),
     "command": ("deepspeed --module openrlhf.cli.train_ppo \\\n  --pretrain x", "of OpenRLHF", "init"),
     "command.yaml": (_RAY, "a command line of OpenRLHF", "cosmos-launch init"),
-    "ppo.sh": (
-        "set -x\npython3 -m openrlhf.cli.train_ppo_ray --pretrain x",
-        "a shell script of OpenRLHF",
-        "init",
-    ),
-    "slime.sh": (
-        "python3 train.py --hf-checkpoint x --num-rollout 40",
-        "a shell script of slime or miles",
-        "init",
-    ),
-    "easy.sh": (
-        "python3 -m verl.trainer.main config=x worker.rollout.n=5",
-        "a shell script of EasyR1",
-        "explain",
-    ),
-    "ragen.sh": (
-        "python train.py --config-name x es_manager.train.env_groups=8",
-        "of RAGEN",
-        "--system verl",
-    ),
+    "ppo.sh": ("set -x\npython3 -m openrlhf.cli.train_ppo_ray --pretrain x", "a shell script of OpenRLHF", "init"),
+    "slime.sh": ("python3 train.py --hf-checkpoint x --num-rollout 40", "a shell script of slime or miles", "init"),
+    "easy.sh": ("python3 -m verl.trainer.main config=x worker.rollout.n=5", "a shell script of EasyR1", "explain"),
+    "ragen.sh": ("python train.py --config-name x es_manager.train.env_groups=8", "of RAGEN", "--system verl"),
     "prime": ("uv run rl @ configs/rl.toml --trainer.optim.lr 1e-6", "a command line of prime-rl", "init"),
     "verl.sh": (
         f"python3 -m verl.trainer.main_ppo {_OVERRIDES}",
         "a shell script of verl",
         "-m verl.trainer.main_ppo",
     ),
-    "words": (
-        f"verl.trainer.sft_trainer\n{_OVERRIDES}",
-        "words of a command line of verl",
-        "-m verl.trainer.sft_tr",
-    ),
+    "words": (f"verl.trainer.sft_trainer\n{_OVERRIDES}", "words of a command line of verl", "-m verl.trainer.sft_tr"),
     "overrides": (
         "algorithm.adv_estimator=grpo\n++data.train_files=x",
         "words of a command line of verl",
         "-m verl.trainer.main_ppo",
     ),
     "roll.sh": ("python start_rlvr_pipeline.py --config_path x", "a shell script of ROLL", "--config_name"),
-    "cosmos.sh": (
-        "cosmos-rl --config x.toml",
-        "a shell script of cosmos-rl",
-        "the TOML that its --config names",
-    ),
+    "cosmos.sh": ("cosmos-rl --config x.toml", "a shell script of cosmos-rl", "the TOML that its --config names"),
     "other.sh": ("./train --fast", "a shell script, not a configuration", "the YAML or TOML that it names"),
 }
 
 
 @pytest.mark.parametrize(("name", "text", "message", "hint"), [(name, *row) for name, row in SCRIPTS.items()])
-def test_a_script_is_refused_with_the_system_that_it_starts(
-    name: str, text: str, message: str, hint: str
-) -> None:
+def test_a_script_is_refused_with_the_system_that_it_starts(name: str, text: str, message: str, hint: str) -> None:
     (problem,) = refused(convert_text, text, name)
     assert message in problem.message
     assert hint in problem.hint
@@ -178,17 +146,7 @@ def test_a_system_that_is_named_is_read_with_a_warning() -> None:
 
 def strangers(known: int, unknown: int) -> str:
     """A file of verl with so many keys that verl has, and that it has not."""
-    names = (
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "ignore_eos",
-        "enforce_eager",
-        "dtype",
-        "load_format",
-        "mode",
-    )
+    names = ("n", "temperature", "top_p", "top_k", "ignore_eos", "enforce_eager", "dtype", "load_format", "mode")
     actor = ", ".join(f"stranger_{index}: 1" for index in range(unknown))
     rollout = ", ".join(f"{name}: null" for name in names[: known - 1])
     return f"algorithm: {{adv_estimator: grpo}}\nactor_rollout_ref: {{actor: {{{actor}}}, rollout: {{{rollout}}}}}"

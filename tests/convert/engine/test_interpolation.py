@@ -77,9 +77,7 @@ RESOLVED: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("text", "value", "said"), RESOLVED, ids=[text for text, _, _ in RESOLVED])
 def test_what_has_a_value_is_resolved_and_what_varies_is_said(text: str, value: Any, said: str) -> None:
-    data, lines, _ = read_yaml(
-        f"x: '{text}'\ntable: {{a: 1, b: 2}}\nhydra: {{job: {{name: mine}}}}", "f.yaml"
-    )
+    data, lines, _ = read_yaml(f"x: '{text}'\ntable: {{a: 1, b: 2}}\nhydra: {{job: {{name: mine}}}}", "f.yaml")
     warnings: list[str] = []
     assert resolve(data, lines, "f.yaml", {"HOUSE": "5"}, {}, "", warnings.append)["x"] == value
     assert all(said and said in warning and "`x`" in warning for warning in warnings)
@@ -87,9 +85,7 @@ def test_what_has_a_value_is_resolved_and_what_varies_is_said(text: str, value: 
 
 
 def test_hydras_own_table_stays_as_it_is() -> None:
-    assert resolved("hydra: {run: {dir: '${hydra:job.name}'}}")["hydra"] == {
-        "run": {"dir": "${hydra:job.name}"}
-    }
+    assert resolved("hydra: {run: {dir: '${hydra:job.name}'}}")["hydra"] == {"run": {"dir": "${hydra:job.name}"}}
 
 
 def test_a_key_that_the_file_leaves_out_has_the_other_systems_default() -> None:
@@ -143,9 +139,7 @@ def test_long_chains_and_growth_end_cleanly() -> None:
     chain = "\n".join(f"k{i}: ${{k{i + 1}}}" for i in range(500)) + "\nk500: 1"
     with pytest.raises(ConfigError):
         resolved(chain)
-    doubling = "k0: {x: 1}\n" + "\n".join(
-        f"k{i}: {{a: '${{k{i - 1}}}', b: '${{k{i - 1}}}'}}" for i in range(1, 24)
-    )
+    doubling = "k0: {x: 1}\n" + "\n".join(f"k{i}: {{a: '${{k{i - 1}}}', b: '${{k{i - 1}}}'}}" for i in range(1, 24))
     with pytest.raises(ConfigError):
         resolved(doubling)
     words = "k0: '0123456789'\n" + "\n".join(f"k{i}: '${{k{i - 1}}}${{k{i - 1}}}'" for i in range(1, 24))

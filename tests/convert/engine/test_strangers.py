@@ -23,10 +23,7 @@ REFUSED = {
         _VERL + "actor_rollout_ref: {actor: {sft_loss_coef: 0.1}}",
         "actor_rollout_ref.actor.sft_loss_coef",
     ),
-    "verl rollout": (
-        _VERL + "actor_rollout_ref: {rollout: {n_agent: 5}}",
-        "actor_rollout_ref.rollout.n_agent",
-    ),
+    "verl rollout": (_VERL + "actor_rollout_ref: {rollout: {n_agent: 5}}", "actor_rollout_ref.rollout.n_agent"),
     "verl reference": (_VERL + "actor_rollout_ref: {ref: {mixing: 0.5}}", "actor_rollout_ref.ref.mixing"),
     "verl critic": (_VERL + "critic: {target_tau: 0.5}", "critic.target_tau"),
     "verl data": (_VERL + "data: {reweight_column: w}", "data.reweight_column"),
@@ -49,15 +46,9 @@ REFUSED = {
     "an unknown table": (_VERL + "grpo: {beta: 0.1}", "grpo.beta"),
     "a table in the wrong place": (_VERL + "actor: {clip_ratio: 0.1}", "actor.clip_ratio"),
     "a misspelt table": (_VERL + "algoritm: {lam: 0.9}", "algoritm.lam"),
-    "off may be the change": (
-        "algorithm: {adv_estimator: grpo, norm_by_length: false}",
-        "algorithm.norm_by_length",
-    ),
+    "off may be the change": ("algorithm: {adv_estimator: grpo, norm_by_length: false}", "algorithm.norm_by_length"),
     "zero may be the change": ("algorithm: {adv_estimator: grpo, smoothing: 0}", "algorithm.smoothing"),
-    "below a table of its own": (
-        "algorithm: {adv_estimator: grpo, mine: {deep: {x: 1}}}",
-        "algorithm.mine.deep.x",
-    ),
+    "below a table of its own": ("algorithm: {adv_estimator: grpo, mine: {deep: {x: 1}}}", "algorithm.mine.deep.x"),
     "a list": ("algorithm: {adv_estimator: grpo, sources: [a, b]}", "algorithm.sources"),
     "a value that is not understood": (
         _VERL + "actor_rollout_ref: {actor: {optim: {lr: fast}}}",
@@ -71,10 +62,7 @@ REFUSED = {
         _ROLL + "actor_train: {training_args: {layer_decay: 0.9}}",
         "actor_train.training_args.layer_decay",
     ),
-    "ROLL's engine": (
-        _ROLL + "actor_infer: {generating_args: {n_agent: 5}}",
-        "actor_infer.generating_args.n_agent",
-    ),
+    "ROLL's engine": (_ROLL + "actor_infer: {generating_args: {n_agent: 5}}", "actor_infer.generating_args.n_agent"),
     "ROLL's rewards": (
         _ROLL + "rewards: {math: {mine: 1, worker_cls: roll.MathRuleRewardWorker}}",
         "rewards.math.mine",
@@ -116,10 +104,7 @@ def test_in_a_table_that_decides_what_is_trained_an_unknown_key_is_refused(text:
 
 LISTED = {
     "verl's trainer": (_VERL + "trainer: {wandb_proxy: x}", "trainer.wandb_proxy"),
-    "verl's validation": (
-        _SFT + "trainer: {validate_before_training: false}",
-        "trainer.validate_before_training",
-    ),
+    "verl's validation": (_SFT + "trainer: {validate_before_training: false}", "trainer.validate_before_training"),
     "a table of a cluster": (_VERL + "slurm: {partition: x}", "slurm.partition"),
     "a table of its own": (_VERL + "notes: {x: 1}", "notes.x"),
     "a value at the top of verl": (_VERL + "my_batch: 8", "my_batch"),
@@ -129,10 +114,7 @@ LISTED = {
     "ROLL, a value that others refer to": (_ROLL + "gpus: 8\nnum_gpus_per_node: ${gpus}", "gpus"),
     "ROLL, a text within texts": (_ROLL + "root: /x\noutput_dir: ${root}/out", "root"),
     "ROLL, a value with an alias": (_ROLL + "gpus: &gpus 8\nnum_gpus_per_node: *gpus", "gpus"),
-    "ROLL, a table of its own": (
-        _ROLL + "shared: &shared {x: 1}\nactor_train: {training_args: {}}",
-        "shared.x",
-    ),
+    "ROLL, a table of its own": (_ROLL + "shared: &shared {x: 1}\nactor_train: {training_args: {}}", "shared.x"),
     "a table of anchors": (_VERL + "_data: &d {nnodes: 2}\ntrainer: {<<: *d}", "_data.nnodes"),
     "ROLL's tracker": (_ROLL + "track_with: mine", "track_with"),
     "cosmos-rl's logging": (_COSMOS + "[logging]\nmine = 1", "logging.mine"),
@@ -162,19 +144,11 @@ def test_what_belongs_to_hydra_is_known(text: str) -> None:
 
 
 ACCEPTED: dict[str, tuple[str, str, str]] = {
-    "a wrong name": (
-        "algorithm.samples_reweigth",
-        "the file has no such key",
-        "`algorithm.samples_reweight`",
-    ),
+    "a wrong name": ("algorithm.samples_reweigth", "the file has no such key", "`algorithm.samples_reweight`"),
     "the last part alone": ("samples_reweight", "the file has no such key", "`algorithm.samples_reweight`"),
     "another name": ("trainer.quite_another", "the file has no such key", "`algorithm.mine.x`"),
     "a table": ("algorithm.mine", "name each of its keys", "`algorithm.mine.x`"),
-    "a key that is understood": (
-        "algorithm.adv_estimator",
-        "it is understood (mapped)",
-        "not understood are",
-    ),
+    "a key that is understood": ("algorithm.adv_estimator", "it is understood (mapped)", "not understood are"),
     "a part of the method": ("algorithm.use_pf_ppo", "it is understood (unsupported)", "not understood are"),
 }
 
@@ -202,9 +176,7 @@ def test_the_report_lists_all() -> None:
 
 
 def test_the_account_says_what_is_not_understood() -> None:
-    found: dict[str, Any] = to_json(
-        convert("algorithm: {adv_estimator: grpo, mine: 1, other: 1}", "algorithm.other")
-    )
+    found: dict[str, Any] = to_json(convert("algorithm: {adv_estimator: grpo, mine: 1, other: 1}", "algorithm.other"))
     understood = {entry["key"]: (entry["outcome"], entry["understood"]) for entry in found["entries"]}
     assert understood == {
         "algorithm.adv_estimator": ("mapped", True),

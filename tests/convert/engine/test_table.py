@@ -46,13 +46,7 @@ def rule(tmp_path: Path, text: str) -> Rule:
     ],
 )
 def test_a_row_is_a_rule(
-    tmp_path: Path,
-    text: str,
-    key: str,
-    default: object,
-    also: tuple[str, ...],
-    ours: tuple[str, ...],
-    words: str,
+    tmp_path: Path, text: str, key: str, default: object, also: tuple[str, ...], ours: tuple[str, ...], words: str
 ) -> None:
     made = rule(tmp_path, text)
     assert (made.key, made.default, made.also, made.converter.ours) == (key, default, also, ours)
@@ -70,10 +64,7 @@ def test_parts_stand_below_the_table_that_includes_them(tmp_path: Path) -> None:
     inner = "== inner\n[in]\n{x y}.{$sizes} z  flag(a.b)\n"
     text = f"{inner}\n== outer\n[out] when is_idle\n@ inner\n[]\nv = @out.in.z  flag(a.b)"
     rules = table(tmp_path, text).rules("outer")
-    assert [rule.key for rule in rules] == [
-        *(f"out.in.{name}" for name in ("x.a", "x.b", "y.a", "y.b", "z")),
-        "v",
-    ]
+    assert [rule.key for rule in rules] == [*(f"out.in.{name}" for name in ("x.a", "x.b", "y.a", "y.b", "z")), "v"]
     assert [rule.when for rule in rules] == [is_idle] * 5 + [None]
     assert rules[-1].follows == "out.in.z"
 
@@ -104,18 +95,7 @@ def test_every_row_becomes_a_rule_and_every_function_of_a_row_is_used() -> None:
         assert listed.constants.keys() <= listed.used | KEYS.used, "a text that no row has"
     from convert.verl import actor, algorithm, data, mesh, optim, rollout, shared, trainer
 
-    for owner in (
-        actor,
-        algorithm,
-        data,
-        mesh,
-        mesh.Mesh,
-        optim.Optim,
-        rollout,
-        shared,
-        shared.Model,
-        trainer,
-    ):
+    for owner in (actor, algorithm, data, mesh, mesh.Mesh, optim.Optim, rollout, shared, shared.Model, trainer):
         for name, function in vars(owner).items():
             arguments = getattr(getattr(function, "__code__", None), "co_varnames", ())
             if {"context", "leaf"} <= set(arguments[:3]) and function.__code__.co_argcount < 4:

@@ -105,10 +105,7 @@ LOST = [
     ("roll sft", {"sft_train.data_args.template": "native_nonthinking"}),
     ("roll sft", {"sft_train.infer_batch_size": 1, "global_template": "qwen3_nothink"}),
     ("roll", {"rl_loss_coef": 0}),
-    (
-        "roll",
-        {"train_infer_correction.is_weight.enabled": True, "train_infer_correction.is_weight.detach": False},
-    ),
+    ("roll", {"train_infer_correction.is_weight.enabled": True, "train_infer_correction.is_weight.detach": False}),
     ("roll", {"adv_estimator": "gigpo"}),
     ("roll", {"adv_estimator": "step_reinforce"}),
     ("roll", {"adv_estimator": "agentic_reinforce"}),
@@ -156,9 +153,7 @@ LOST = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("system", "keys"), LOST, ids=[f"{system}:{list(keys)[-1]}" for system, keys in LOST]
-)
+@pytest.mark.parametrize(("system", "keys"), LOST, ids=[f"{system}:{list(keys)[-1]}" for system, keys in LOST])
 def test_a_lost_method_is_refused_by_its_name(system: str, keys: dict[str, Any]) -> None:
     key, value = list(keys.items())[-1]
     found = convert(system, keys)
@@ -183,21 +178,12 @@ NOTHING = [
     ("verl", {"distillation.enabled": False, "distillation.loss": "kl", "trainer.val_only": False}),
     ("verl", {f"{_CORRECTION}.loss_type": "ppo_clip", f"{_CORRECTION}.rollout_rs": None}),
     ("verl", {f"{_CORRECTION}.bypass_mode": False, f"{_CORRECTION}.loss_type": "reinforce"}),
-    (
-        "verl",
-        {f"{_MEGATRON}.moe_permute_fusion": True, f"{_MEGATRON}.moe_router_load_balancing_type": "none"},
-    ),
+    ("verl", {f"{_MEGATRON}.moe_permute_fusion": True, f"{_MEGATRON}.moe_router_load_balancing_type": "none"}),
     ("verl", {f"{_ROLLOUT}.agent.default_agent_loop": "single_turn_agent", "data.train_max_samples": -1}),
     ("verl", {"reward_model.reward_manager": "dapo", f"{_ROLLOUT}.quantization_config_file": "x"}),
     ("verl", {"ray_init.num_cpus": 4, "trainer.default_hdfs_dir": "hdfs://x", "trainer.wandb_mode": 1}),
-    (
-        "verl sft",
-        {"data.truncation": "error", "data.enable_thinking_default": "none", "data.tools_key": "tools"},
-    ),
-    (
-        "verl sft",
-        {"data.apply_chat_template_kwargs.enable_thinking": None, "model.custom_chat_template": None},
-    ),
+    ("verl sft", {"data.truncation": "error", "data.enable_thinking_default": "none", "data.tools_key": "tools"}),
+    ("verl sft", {"data.apply_chat_template_kwargs.enable_thinking": None, "model.custom_chat_template": None}),
     ("roll", {"adv_estimator": "grpo", "whiten_advantages": False, "gamma": 1, "advantage_clip": None}),
     ("roll", {"adv_estimator": "reinforce", "reward_norm": "group", "whiten_advantages": False}),
     ("roll", {"reward_clip": None, "max_len_mask": False, "difficulty_mask": False, "mask_type": "loss"}),
@@ -270,10 +256,7 @@ def test_the_table_is_refused_however_it_is_written(tmp_path: Any) -> None:
         found = refused(load_config, file, overrides)
         keys = {problem.key for problem in found if problem.key.startswith("unsupported")}
         assert keys == ({"unsupported.x", "unsupported.y"} if len(overrides) == 2 else {"unsupported"})
-    assert problems({"unsupported": {"a": {"b": 1}, "c": [None, {}]}}).keys() >= {
-        "unsupported.a.b",
-        "unsupported.c",
-    }
+    assert problems({"unsupported": {"a": {"b": 1}, "c": [None, {}]}}).keys() >= {"unsupported.a.b", "unsupported.c"}
 
 
 def test_a_second_conversion_changes_nothing() -> None:

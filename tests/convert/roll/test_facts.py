@@ -38,10 +38,7 @@ def _megatron(**sizes: int) -> dict[str, Any]:
         ({**_megatron(tp=2, pp=2), f"{_TRAINING}.gradient_accumulation_steps": 128}, None),
         # ROLL's defaults, 8 · 1 · 16 = 128
         (
-            {
-                f"{_TRAINING}.per_device_train_batch_size": ABSENT,
-                f"{_TRAINING}.gradient_accumulation_steps": ABSENT,
-            },
+            {f"{_TRAINING}.per_device_train_batch_size": ABSENT, f"{_TRAINING}.gradient_accumulation_steps": ABSENT},
             128,
         ),
         # DeepSpeed counts like FSDP2
@@ -187,11 +184,7 @@ def test_machines_follow_from_the_devices() -> None:
     )
     assert value_of(found, "placement.gpus_per_node") == 2
     found = roll_with(  # counted, not listed: a mistyped number would fill the memory
-        {
-            "actor_train.device_mapping": "[0]",
-            "actor_infer.device_mapping": "[1]",
-            "num_gpus_per_node": 10**12,
-        }
+        {"actor_train.device_mapping": "[0]", "actor_infer.device_mapping": "[1]", "num_gpus_per_node": 10**12}
     )
     assert value_of(found, "placement.gpus_per_node") is None
 
@@ -200,9 +193,7 @@ def test_reference_has_its_own_devices() -> None:
     found = roll_with({"use_kl_loss": True, "kl_loss_coef": 0.01, "reference.device_mapping": "[24, 25]"})
     assert value_of(found, "placement.reference") == [24, 25]
     assert value_of(found, "reference.parallelism") == {"tp_size": 1, "dp_shard_size": 2}
-    same = roll_with(
-        {"use_kl_loss": True, "kl_loss_coef": 0.01, "reference.device_mapping": "list(range(0,16))"}
-    )
+    same = roll_with({"use_kl_loss": True, "kl_loss_coef": 0.01, "reference.device_mapping": "list(range(0,16))"})
     assert same.entry("reference.device_mapping").outcome is Outcome.IMPLICIT
     unused = roll_with({"reference.device_mapping": "[24, 25]"})
     assert value_of(unused, "placement.reference") is None
@@ -220,16 +211,10 @@ def test_hostile_mappings_are_errors_with_a_line(role: str, text: str) -> None:
 
 
 def test_warm_up_counts_training_steps() -> None:
-    changes = {
-        f"{_TRAINING}.gradient_accumulation_steps": 8,
-        f"{_TRAINING}.warmup_steps": 42,
-        "ppo_epochs": 2,
-    }
+    changes = {f"{_TRAINING}.gradient_accumulation_steps": 8, f"{_TRAINING}.warmup_steps": 42, "ppo_epochs": 2}
     found = roll_with(changes)  # 512 / 128 = 4 optimizer steps, twice: 8 in each training step
     assert value_of(found, "train.optm_warmup_steps") == 6
-    inverse = roll_with(
-        {f"{_TRAINING}.lr_scheduler_type": "inverse_sqrt", f"{_TRAINING}.optim": "adamw_bnb_8bit"}
-    )
+    inverse = roll_with({f"{_TRAINING}.lr_scheduler_type": "inverse_sqrt", f"{_TRAINING}.optim": "adamw_bnb_8bit"})
     assert value_of(inverse, "train.optm_decay_type") == "inverse_sqrt"
     assert value_of(inverse, "train.optm_decay_ratio") is None
     assert value_of(inverse, "train.optm_name") == "AdamW8bit"

@@ -70,9 +70,7 @@ def examples() -> dict[str, Conversion]:
 def test_every_key_of_the_page_has_an_outcome(examples: dict[str, Conversion]) -> None:
     assert len(PAGE_KEYS) == len(set(PAGE_KEYS)) == 63
     for key in PAGE_KEYS:
-        outcomes = [
-            entry.outcome for found in examples.values() for entry in found.entries if entry.source == key
-        ]
+        outcomes = [entry.outcome for found in examples.values() for entry in found.entries if entry.source == key]
         assert outcomes, f"{key} stands in no example"
         assert Outcome.UNKNOWN not in outcomes, key
         assert Outcome.NONE not in outcomes or key.endswith("data_args.template"), key
@@ -80,9 +78,7 @@ def test_every_key_of_the_page_has_an_outcome(examples: dict[str, Conversion]) -
 
 def test_every_strategy_of_the_page_is_read(examples: dict[str, Conversion]) -> None:
     for key, names in PAGE_STRATEGIES.items():
-        found = {
-            entry.value for example in examples.values() for entry in example.entries if entry.source == key
-        }
+        found = {entry.value for example in examples.values() for entry in example.entries if entry.source == key}
         assert names <= found, key
 
 
@@ -195,9 +191,7 @@ def test_defaults_of_roll_are_written_where_ours_differ() -> None:
 @pytest.mark.parametrize("role", [_TRAIN, "critic"])
 def test_null_leaves_resharding_at_its_default(role: str) -> None:
     settings = "{strategy_name: fsdp2_train, strategy_config: {reshard_after_forward: null}}"
-    found = convert_text(
-        f"rollout_batch_size: 8\nadv_estimator: gae\n{role}: {{strategy_args: {settings}}}\n"
-    )
+    found = convert_text(f"rollout_batch_size: 8\nadv_estimator: gae\n{role}: {{strategy_args: {settings}}}\n")
     entry = found.entry(f"{role}.strategy_args.strategy_config.reshard_after_forward")
     assert entry.outcome is Outcome.IMPLICIT
 

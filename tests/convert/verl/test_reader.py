@@ -89,13 +89,7 @@ def test_what_is_converted_lacks_only_parts_that_are_not_built(file: Path) -> No
         problems = []
     except ConfigError as error:
         problems = list(error.problems)
-    absent = (
-        "does not exist",
-        "cannot be read",
-        "cannot be found",
-        "no dataset is named",
-        "this build cannot",
-    )
+    absent = ("does not exist", "cannot be read", "cannot be found", "no dataset is named", "this build cannot")
     for problem in problems:
         if not any(words in problem.message for words in absent):
             keys = {problem.key} if problem.key in UNAVAILABLE else {*problem.related}
@@ -201,32 +195,17 @@ FACTS: list[tuple[str, str, dict[str, Any]]] = [
     (COSINE, "train", {"optm_decay_ratio": 1.0}),
     (OPTIM.format("min_lr_ratio: 0.1, warmup_style: constant"), "train", {"optm_min_lr_factor": None}),
     # megatron's optimizer warms up from 1e-6 / 1e-5; its decay counts the warm-up
-    (
-        "megatron",
-        "train",
-        {"optm_name": "AdamW", "optm_decay_type": "inverse_sqrt", "optm_decay_steps": None},
-    ),
-    (
-        "megatron",
-        "train",
-        {"optm_warmup_start_factor": 0.1, "optm_min_lr_factor": 0.1, "optm_grad_norm_clip": 0.5},
-    ),
+    ("megatron", "train", {"optm_name": "AdamW", "optm_decay_type": "inverse_sqrt", "optm_decay_steps": None}),
+    ("megatron", "train", {"optm_warmup_start_factor": 0.1, "optm_min_lr_factor": 0.1, "optm_grad_norm_clip": 0.5}),
     (MEGATRON.format(LINEAR), "train", {"optm_decay_type": "linear", "optm_decay_steps": 100}),
     (OPTIM.format("optimizer: Adam"), "train", {"optm_name": "Adam"}),
     (
         OPTIM.format("optimizer: SGD, override_optimizer_config: {momentum: 0.5}"),
         *("train", {"optm_name": "SGD", "optm_momentum": 0.5}),
     ),
-    (
-        OPTIM.format("optimizer: AdamW8bit, optimizer_impl: torchao.optim"),
-        "train",
-        {"optm_name": "AdamW8bit"},
-    ),
+    (OPTIM.format("optimizer: AdamW8bit, optimizer_impl: torchao.optim"), "train", {"optm_name": "AdamW8bit"}),
     (MEGATRON.format("optimizer: sgd"), "train", {"optm_name": "SGD", "optm_momentum": 0.9}),
-    (
-        MEGATRON.format("optimizer: muon, muon_momentum: 0.9"),
-        *("train", {"optm_name": "Muon", "optm_momentum": 0.9}),
-    ),
+    (MEGATRON.format("optimizer: muon, muon_momentum: 0.9"), *("train", {"optm_name": "Muon", "optm_momentum": 0.9})),
     (MEGATRON.format("optimizer: adam, muon_momentum: 0.9"), "train", {"optm_momentum": None}),
     (MEGATRON.format(LINEAR), "train", {"optm_min_lr_factor": 0.1, "optm_decay_ratio": None}),
     (MEGATRON.format(WSD), "train", {"optm_decay_type": "wsd", "optm_decay_steps": 30}),
@@ -237,9 +216,7 @@ FACTS: list[tuple[str, str, dict[str, Any]]] = [
     ("", "train", {"epsilon": 1e-8}),
     # types and kernels act; masters are never float16
     (
-        ACTOR.format(
-            "fsdp_config: {model_dtype: fp16, dtype: float16, mixed_precision: {reduce_dtype: half}}"
-        ),
+        ACTOR.format("fsdp_config: {model_dtype: fp16, dtype: float16, mixed_precision: {reduce_dtype: half}}"),
         "train",
         {"master_dtype": "float32", "param_dtype": "float16", "fsdp_reduce_dtype": "float16"},
     ),
@@ -337,9 +314,7 @@ def test_two_twins_are_a_conflict_that_is_reported() -> None:
 # --- meshes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"), [(-1, (8, 1)), (8, (8, 1)), (64, (8, 1)), (1, (1, 8)), (2, (2, 4))]
-)
+@pytest.mark.parametrize(("size", "expected"), [(-1, (8, 1)), (8, (8, 1)), (64, (8, 1)), (1, (1, 8)), (2, (2, 4))])
 def test_fsdp_size_by_verls_rule(size: int, expected: tuple[int, int]) -> None:
     sizes = value_of(rl(f"actor_rollout_ref: {{actor: {{fsdp_config: {{fsdp_size: {size}}}}}}}"), MESH)
     assert (sizes["dp_shard_size"], sizes.get("dp_replicate_size", 1)) == expected
@@ -444,9 +419,7 @@ def test_home_is_written_out_and_said() -> None:
 
 
 def test_sft_on_conversations() -> None:
-    text = (
-        "model: {partial_pretrain: m}\ndata: {multiturn: {enable: true, messages_key: turns}, prompt_key: q}"
-    )
+    text = "model: {partial_pretrain: m}\ndata: {multiturn: {enable: true, messages_key: turns}, prompt_key: q}"
     keys = convert_text(text, "sft.yaml").config["train"]["train_policy"]
     assert keys["conversation_column_name"] == "turns"
     assert "prompt_column_name" not in keys
@@ -536,11 +509,7 @@ def test_recording_alone_replays_nothing() -> None:
 OLDER_RATIOS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("rollout_is: false, rollout_is_threshold: 2.0, rollout_is_level: token", {}, []),
     ("rollout_is: true, rollout_is_threshold: null, rollout_is_level: token, rollout_is_mode: mask", {}, []),
-    (
-        "rollout_is: true, rollout_is_threshold: 2.0, rollout_is_level: token",
-        {"weights": "token", "cap": 2.0},
-        [],
-    ),
+    ("rollout_is: true, rollout_is_threshold: 2.0, rollout_is_level: token", {"weights": "token", "cap": 2.0}, []),
     (
         "rollout_is: true, rollout_is_threshold: 2.0, rollout_is_level: sequence, rollout_is_mode: mask",
         {"weights": "sequence", "cap": 2.0},

@@ -85,9 +85,7 @@ def test_a_redis_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_variable_with_one_underscore_is_a_warning(tmp_path: Path):
     for arguments in (["validate", write_job(tmp_path)], ["--config", tmp_path / "run.toml", "--dry-run"]):
-        cosmos(*arguments, COSMOS_TRAIN_EPOCH="3", CUDA_VISIBLE_DEVICES="").complains(
-            0, "write COSMOS_TRAIN__EPOCH"
-        )
+        cosmos(*arguments, COSMOS_TRAIN_EPOCH="3", CUDA_VISIBLE_DEVICES="").complains(0, "write COSMOS_TRAIN__EPOCH")
 
 
 def test_explain():
@@ -130,9 +128,7 @@ def test_the_data_is_read_and_reported_on_request(tmp_path: Path):
     path = write_job(tmp_path)
     save_tokenizer(tmp_path / "model", PLAIN_TEMPLATE)
     rows = [{"prompt": f"{n} + 1 = ?", "answer": str(n + 1)} for n in range(20)]
-    data = write(
-        tmp_path / "data.jsonl", [*rows, {"prompt": "", "answer": "2"}, {"prompt": "?", "answer": ""}]
-    )
+    data = write(tmp_path / "data.jsonl", [*rows, {"prompt": "", "answer": "2"}, {"prompt": "?", "answer": ""}])
     said = cosmos("validate", "--data", path).says(
         0,
         f"train: 22 rows of {data}, 21 kept, 1 left out, 1 without a reference; tokens of a prompt: ",

@@ -54,19 +54,14 @@ def test_processes_of_a_small_machine(here: Path, monkeypatch: pytest.MonkeyPatc
     assert "COSMOS_REDIS_PASSWORD" not in by_name["controller"].env, "the embedded server has none"
     policy = by_name["policy-0"]
     assert policy.argv[-2:] == ("-m", "policy_worker")
-    assert (policy.env["COSMOS_CONTROLLER_URL"], policy.env["COSMOS_TOKEN"]) == (
-        "http://127.0.0.1:1234",
-        "***",
-    )
+    assert (policy.env["COSMOS_CONTROLLER_URL"], policy.env["COSMOS_TOKEN"]) == ("http://127.0.0.1:1234", "***")
     assert (policy.threads, policy.gpus, policy.device) == (1, (), HOST)
     assert found.run_dir.startswith(str(here / "outputs"))
     assert not found.continued
     assert sorted(path.name for path in here.iterdir()) == ["tiny"], "nothing was made"
 
 
-def test_named_redis_is_not_started_and_its_password_not_shown(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_redis_is_not_started_and_its_password_not_shown(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"COSMOS_REDIS_PASSWORD": "hunter2"}
     redis = {"url": "redis://me:hunter2@10.0.0.1:6379/0"}
     found = planned(Machine(2), MachineMemory(GIB, GIB), monkeypatch, env, redis=redis)
@@ -79,9 +74,7 @@ def test_named_redis_is_not_started_and_its_password_not_shown(
 
 
 def test_memory_is_summed_by_device(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = planned(
-        Machine(2), MachineMemory(8 * GIB, 4 * GIB), monkeypatch, train={"param_dtype": "float32"}
-    )
+    found = planned(Machine(2), MachineMemory(8 * GIB, 4 * GIB), monkeypatch, train={"param_dtype": "float32"})
     by_name = {process.name: sum(part.bytes for part in process.memory) for process in found.processes}
     policy = {part.name: part.bytes for part in found.processes[3].memory}
     assert policy["weights that are updated"] == policy["gradients"] == N * 4
@@ -90,9 +83,7 @@ def test_memory_is_summed_by_device(here: Path, monkeypatch: pytest.MonkeyPatch)
     assert cache is not None
     assert cache.per_token == 2 * 2 * 2 * 32 * 4
     assert cache.tokens == GIB // cache.per_token, "a quarter of what is free"
-    assert [part.bytes for part in found.shared] == [N * 4, 2 * N * 4], (
-        "the hosts' copy, the trainer's snapshots"
-    )
+    assert [part.bytes for part in found.shared] == [N * 4, 2 * N * 4], "the hosts' copy, the trainer's snapshots"
     programs = PROGRAM_BYTES["policy"] + PROGRAM_BYTES["rollout"] + PROGRAM_BYTES["controller"]
     assert found.used == {HOST: by_name["policy-0"] + by_name["rollout-0"] + 3 * N * 4 + programs}
     assert found.capacity[HOST] == 4 * GIB
@@ -112,18 +103,14 @@ def test_devices_of_a_machine_with_gpus(here: Path, monkeypatch: pytest.MonkeyPa
     assert devices["policy-0-rank1"] == ("GPU 1", ("0", "1"))
     assert devices["rollout-0"] == ("GPU GPU-x", ("GPU-x", "3"))
     assert found.used["GPU 0"] == found.used["GPU 1"]
-    assert found.used["GPU GPU-x"] == found.used["GPU 3"] == 5 * GIB, (
-        "vLLM takes its share, whatever it holds"
-    )
+    assert found.used["GPU GPU-x"] == found.used["GPU 3"] == 5 * GIB, "vLLM takes its share, whatever it holds"
     weights = next(part.bytes for part in found.processes[3].memory if part.name.startswith("weights"))
     assert weights == N * 4 // 2
     assert found.capacity["GPU 3"] == 10 * GIB
     assert found.warnings == []
 
 
-def test_a_reference_model_is_counted_on_devices_of_its_own(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reference_model_is_counted_on_devices_of_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = ("0", "1", "2", "3", "4")
     capacity = MachineMemory(64 * GIB, 32 * GIB, dict.fromkeys(gpus, GIB) | {"3": 1})
     found = planned(
@@ -179,9 +166,7 @@ def test_in_turns_a_gpu_holds_the_larger_of_both(here: Path, monkeypatch: pytest
     capacity, used = MachineMemory(64 * GIB, 32 * GIB, {"0": GIB}), {}
     for share in ("memory", "time"):
         rollout = {"backend": "vllm", "gpu_memory_utilization": 0.5}
-        found = planned(
-            Machine(8, ("0",)), capacity, monkeypatch, rollout=rollout, placement={"share": share}
-        )
+        found = planned(Machine(8, ("0",)), capacity, monkeypatch, rollout=rollout, placement={"share": share})
         parts = {process.role: sum(part.bytes for part in process.memory) for process in found.processes}
         used[share] = found.used
     trainer, engine = parts["policy"], parts["rollout"]
@@ -201,9 +186,7 @@ def test_a_model_that_is_elsewhere_has_no_estimate(here: Path, monkeypatch: pyte
 
 
 def test_supervised_training_has_no_rollouts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = planned(
-        Machine(2), MachineMemory(GIB * 8, GIB * 4), monkeypatch, train={"train_policy": {"type": "sft"}}
-    )
+    found = planned(Machine(2), MachineMemory(GIB * 8, GIB * 4), monkeypatch, train={"train_policy": {"type": "sft"}})
     assert [process.role for process in found.processes] == ["redis", "data", "controller", "policy"]
     assert found.shared == ()
 
@@ -220,9 +203,7 @@ def test_the_text_names_everything(here: Path, monkeypatch: pytest.MonkeyPatch) 
     data = json.loads(json.dumps(found.as_dict(), default=str))
     assert data["model"]["parameters"] == N
     assert data["processes"][4]["cache"]["tokens"] > 0
-    assert data["processes"][3]["memory_bytes"] == sum(
-        part["bytes"] for part in data["processes"][3]["memory"]
-    )
+    assert data["processes"][3]["memory_bytes"] == sum(part["bytes"] for part in data["processes"][3]["memory"])
 
 
 def test_a_start_that_would_be_refused_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,9 +215,7 @@ def test_a_start_that_would_be_refused_is_refused(here: Path, monkeypatch: pytes
     again = config(train={"timestamp": "mine"}, policy={"model_name_or_path": "tiny"})
     assert plan(Checked(LaunchRequest([], [], {}, resume=""), again, Machine(2), [])).continued
     evaluation = config(train={"resume": True}, evaluation={"dataset": {"name": "answers.jsonl"}})
-    assert not plan(Checked(LaunchRequest([], [], {}), evaluation, Machine(2), [])).continued, (
-        "it starts afresh"
-    )
+    assert not plan(Checked(LaunchRequest([], [], {}), evaluation, Machine(2), [])).continued, "it starts afresh"
 
 
 def test_the_command_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:

@@ -55,9 +55,7 @@ def test_every_recipe_is_sound_and_fits_its_machine(here: Path, recipe: str, gpu
     config = load_config("run.toml")
     ids = tuple(map(str, range(gpus)))
     replicas = place(config, Machine(16, ids))
-    used = [
-        name for replica in replicas for name in replica.processes[0].env["CUDA_VISIBLE_DEVICES"].split(",")
-    ]
+    used = [name for replica in replicas for name in replica.processes[0].env["CUDA_VISIBLE_DEVICES"].split(",")]
     if gpus and not recipe.startswith("addition"):
         assert set(used) == set(ids), "no GPU stays idle"
         assert len(used) == (len(ids) + 1 if gpus == 1 and config.is_grpo else len(ids))
@@ -214,11 +212,7 @@ def test_the_prompt_asks_for_what_the_reward_checks(here: Path, name: str) -> No
     dataset = f'{{ name = "{data}" }}'
     config = load_config(
         "run.toml",
-        [
-            f"policy.model_name_or_path={model}",
-            f"train.train_policy.dataset={dataset}",
-            "validation.enable=false",
-        ],
+        [f"policy.model_name_or_path={model}", f"train.train_policy.dataset={dataset}", "validation.enable=false"],
     )
     prepare(config, here)
     file = PromptFile(here / "data" / "train.safetensors")
@@ -242,10 +236,7 @@ def test_what_was_written_for_programs(here: Path) -> None:
     assert found["commands"][-1] == "cosmos-launch --config a/b.toml"
     assert "./later is not there yet" in found["notes"][0]
     printed = json.loads(cosmos("init", "gspo", "-o", "-", "--json").stdout)
-    assert (printed["files"], tomllib.loads(printed["configuration"])["rollout"]["n_generation"] > 0) == (
-        {},
-        True,
-    )
+    assert (printed["files"], tomllib.loads(printed["configuration"])["rollout"]["n_generation"] > 0) == ({}, True)
     assert json.loads(cosmos("init", "--json").stdout)["recipes"].keys() == RECIPES.keys()
 
 
@@ -285,9 +276,7 @@ def test_the_machine_is_looked_at_unless_told_otherwise() -> None:
     assert fit_of(InitRequest("grpo", gpus=8, engine="transformers"), {}) == Fit(8, "transformers")
 
 
-@pytest.mark.parametrize(
-    ("gpus", "training", "rollout"), [(0, 1, 1), (1, 1, 1), (2, 1, 1), (3, 1, 2), (8, 4, 4)]
-)
+@pytest.mark.parametrize(("gpus", "training", "rollout"), [(0, 1, 1), (1, 1, 1), (2, 1, 1), (3, 1, 2), (8, 4, 4)])
 def test_gpus_are_split(gpus: int, training: int, rollout: int) -> None:
     fit = Fit(gpus, "vllm")
     assert (fit.training_gpus, fit.rollout_gpus) == (training, rollout)

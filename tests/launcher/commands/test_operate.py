@@ -50,9 +50,7 @@ def test_a_run_that_has_ended(tmp_path: Path, ended: RunDir):
         assert "--resume" not in run.stderr
     for arguments in (["--resume", ended.path], ["--config", tmp_path / "run.toml", "--resume"]):
         cosmos(*arguments).says(0, "has finished its 60 steps: nothing to resume")
-    cosmos("--config", tmp_path / "run.toml", "--set", "train.timestamp=mine").complains(
-        2, "holds a run already"
-    )
+    cosmos("--config", tmp_path / "run.toml", "--set", "train.timestamp=mine").complains(2, "holds a run already")
 
 
 def test_a_run_that_was_killed(tmp_path: Path, ended: RunDir):

@@ -25,10 +25,7 @@ def run_dir(tmp_path: Path) -> Path:
     run = tmp_path / "run"
     (run / "logs").mkdir(parents=True)
     rewards = {"boxed_math": 1.0, "format": 0.2}
-    config = {
-        "policy": {"model_name_or_path": "a/b/model"},
-        "train": {"train_policy": {"reward_function": rewards}},
-    }
+    config = {"policy": {"model_name_or_path": "a/b/model"}, "train": {"train_policy": {"reward_function": rewards}}}
     (run / "config.json").write_text(json.dumps(config))
     launcher = {"cores": 2, "started_at": 10.0, "seen_at": 80.0, "pid": 1}
     (run / "launcher.json").write_text(json.dumps(launcher))
@@ -39,9 +36,7 @@ def run_dir(tmp_path: Path) -> Path:
         written = record(version, kind="validation", answer=answer, score=float(version))
         sample_file.Writer(sample_file.folder_of(run), 10**6).append([written])
     undone = [record(9, kind="validation", answer="undone")]
-    sample_file.Writer(sample_file.folder_of(run), 10**6).append(
-        undone, [sample_file.Rewind(timeline=1, step=8)]
-    )
+    sample_file.Writer(sample_file.folder_of(run), 10**6).append(undone, [sample_file.Rewind(timeline=1, step=8)])
     return run
 
 
@@ -76,12 +71,8 @@ def test_what_cannot_be_drawn_is_said(run_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_link_to_the_dashboard_for_a_program(
-    run_dir: Path, number: signal.Signals, tmp_path: Path
-) -> None:
-    (tmp_path / "uvicorn.py").write_text(
-        "raise SystemExit('of the current directory, which may be anybody's')"
-    )
+def test_the_link_to_the_dashboard_for_a_program(run_dir: Path, number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "uvicorn.py").write_text("raise SystemExit('of the current directory, which may be anybody's')")
     command = [sys.executable, "-P", "-m", "launcher.cli", "dashboard", str(run_dir), "--json"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(

@@ -75,10 +75,7 @@ def test_it_names_the_traces_and_how_to_open_them(served: ServedController, trai
     asked = ("--steps", 2, "--first-step", 3, "--warmup", 0, "--rank", 0, "--wait", PATIENCE)
     answer = profiled(served, trainer, play, *asked)
     answer.says(
-        0,
-        "a profile of 2 steps, from step 3 on",
-        "/there/a.json.gz\nand those of 1 more ranks next",
-        "perfetto",
+        0, "a profile of 2 steps, from step 3 on", "/there/a.json.gz\nand those of 1 more ranks next", "perfetto"
     )
 
 

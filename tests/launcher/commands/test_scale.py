@@ -32,18 +32,12 @@ def asked(served: ServedController, command: str, *arguments: object) -> Answer:
 
 
 def test_a_number_by_hand_counts_until_it_is_given_back(served: ServedController) -> None:
-    asked(served, "scale", 3).says(
-        0, "3 rollout replicas by request, until `cosmos-launch scale auto`; 0 are there"
-    )
-    asked(served, "status").says(
-        0, "  0 of 3 rollout replicas (autoscale: 3 by request, until it is taken back)"
-    )
+    asked(served, "scale", 3).says(0, "3 rollout replicas by request, until `cosmos-launch scale auto`; 0 are there")
+    asked(served, "status").says(0, "  0 of 3 rollout replicas (autoscale: 3 by request, until it is taken back)")
     found = json.loads(asked(served, "scale", 2, "--json").stdout)
     assert (found["job"], found["desired"], found["replicas"], found["manual"]) == (served.url, 2, 0, True)
     assert served.job.scaling.autoscaler.memory.manual == 2
-    asked(served, "scale", "auto").says(
-        0, "2 rollout replicas for now: the number follows the need; 0 are there"
-    )
+    asked(served, "scale", "auto").says(0, "2 rollout replicas for now: the number follows the need; 0 are there")
     assert served.job.scaling.autoscaler.memory.manual is None
     assert json.loads(asked(served, "status", "--json").stdout)["autoscale"]["manual"] is False
 

@@ -32,18 +32,7 @@ def found(state: str, **changes: Any) -> dict[str, Any]:
     launcher = {"pid": 7, "stage": "preparing data", "seen_at": 2000.0}
     launcher |= {"processes": {"rollout-0": PROCESS}, "ends": [END]}
     fields = dict.fromkeys(
-        (
-            "checkpoint",
-            "summary",
-            "status",
-            "ledger",
-            "replicas",
-            "autoscale",
-            "error",
-            "url",
-            "next",
-            "history",
-        )
+        ("checkpoint", "summary", "status", "ledger", "replicas", "autoscale", "error", "url", "next", "history")
     )
     fields |= {"state": state, "run_dir": DIR, "launcher": launcher, "leaving": ["workers"], "alive": False}
     fields |= {"evaluates": False, "embeds_redis": True}
@@ -146,9 +135,7 @@ def test_the_newest_checkpoint_is_the_one_that_latest_names(tmp_path: Path):
         (tmp_path / name).mkdir()
     assert newest_checkpoint(tmp_path) == Checkpoint(tmp_path / "step-00000008", 8)
     (tmp_path / "latest").write_text("step-00000004\n")
-    assert newest_checkpoint(tmp_path) == Checkpoint(tmp_path / "step-00000004", 4), (
-        "training went back to it"
-    )
+    assert newest_checkpoint(tmp_path) == Checkpoint(tmp_path / "step-00000004", 4), "training went back to it"
     (tmp_path / "latest").write_text("step-00000099")
     assert newest_checkpoint(tmp_path) == Checkpoint(tmp_path / "step-00000008", 8)
 

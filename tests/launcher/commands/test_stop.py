@@ -60,9 +60,7 @@ def test_a_process_that_got_the_launchers_id_is_left_alone(run: RunDir):
     assert holder is not None
     assert holder.pid == os.getpid()
     run.unlock()
-    (run.locks / "launcher.lock").write_text(
-        json.dumps({"pid": os.getpid(), "host": holder.host, "since": 0.0})
-    )
+    (run.locks / "launcher.lock").write_text(json.dumps({"pid": os.getpid(), "host": holder.host, "since": 0.0}))
     assert run.holder() is None
     assert not signal_launcher(run, holder, signal.SIGKILL), "or this test is dead"
 

@@ -35,9 +35,7 @@ def job(tmp_path: Path) -> Path:
     path = write_job(tmp_path, '[custom]\nword = "strict"\n[reward]\nenvironment = ["JUDGE"]')
     shutil.rmtree(tmp_path / "model")
     (tmp_path / "reward.py").write_text(REWARD)
-    text = path.read_text().replace(
-        '"boxed_math"', f'{{ "{tmp_path}/reward.py:last" = 2.0, boxed_math = 1.0 }}'
-    )
+    text = path.read_text().replace('"boxed_math"', f'{{ "{tmp_path}/reward.py:last" = 2.0, boxed_math = 1.0 }}')
     path.write_text(text)
     return path
 
@@ -63,9 +61,7 @@ def test_answers_of_the_user_for_a_program(job: Path, tmp_path: Path) -> None:
     answer, failed = found["answers"]
     assert "AssertionError: \u2029" in failed["error"]
     assert (answer["row"], answer["kind"], answer["completion"]) == ("train/0", "given", "it\x85is 2")
-    assert answer["score"] == sum(
-        weight * answer["rewards"][name] for name, weight in found["functions"].items()
-    )
+    assert answer["score"] == sum(weight * answer["rewards"][name] for name, weight in found["functions"].items())
     assert (answer["score"], answer["error"], answer["seconds"] >= 0) == (2.0, None, True)
     assert found["printed"] == ["looking at train/0", "looking at train/1"]
 
@@ -114,9 +110,7 @@ def test_a_fault_of_data_or_function_is_that_of_its_process(job: Path, tmp_path:
     (tmp_path / "reward.py").write_text("1 / 0\ndef last(completion, row): ...\n")
     cosmos("try-reward", job, JUDGE="").complains(2, "reward.py cannot be loaded: ZeroDivisionError")
     (tmp_path / "answers.jsonl").write_text('"a"\n"b"\n')
-    cosmos("try-reward", job, "--answers", tmp_path / "answers.jsonl", JUDGE="").complains(
-        2, "has 2 answers, and"
-    )
+    cosmos("try-reward", job, "--answers", tmp_path / "answers.jsonl", JUDGE="").complains(2, "has 2 answers, and")
     (tmp_path / "data.jsonl").write_text('{"prompt": "1 + 1 = ?", "answer": null}\n')
     cosmos("try-reward", job, JUDGE="").complains(2, "data.jsonl, row 1: `answer` is empty")
 

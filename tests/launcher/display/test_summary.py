@@ -51,13 +51,9 @@ def test_the_table_says_what_changed_and_where_things_are(tmp_path: Path):
 def test_what_became_of_the_data_is_one_line(tmp_path: Path):
     left_out = {"an empty prompt": Rows(count=1_200, first=["a.jsonl, row 3"])}
     train = FileReport(source="a.jsonl", read=9_000, kept=7_800, left_out=left_out, samples=["long " * 100])
-    DataReport(files={"train": train, "validation": FileReport(source="b.jsonl", read=5, kept=5)}).write(
-        tmp_path
-    )
+    DataReport(files={"train": train, "validation": FileReport(source="b.jsonl", read=5, kept=5)}).write(tmp_path)
     summary = result(tmp_path, full()).summary()
-    expected = (
-        "train: 9,000 rows of a.jsonl, 7,800 kept, 1,200 left out; validation: 5 rows of b.jsonl, 5 kept"
-    )
+    expected = "train: 9,000 rows of a.jsonl, 7,800 kept, 1,200 left out; validation: 5 rows of b.jsonl, 5 kept"
     assert dict(rows(summary))["data"] == expected
     assert "long" not in json.dumps(summary["data"])
     for other in (None, {"format": 2}, []):  # of an older version, of a newer one
@@ -71,14 +67,8 @@ def test_a_reason_says_itself_how_the_run_ended(tmp_path: Path):
 
 def test_a_run_that_dropped_all_its_prompts_is_not_to_be_resumed(tmp_path: Path):
     waiting, dropped, fresh = (
-        LedgerStatus(
-            created=sum(states.values()), states=states, dropped={}, staleness={}, max_staleness=0, bound=2
-        )
-        for states in (
-            {"waiting": 1, "dropped": 23},
-            {"waiting": 0, "dropped": 24},
-            {"waiting": 0, "dropped": 0},
-        )
+        LedgerStatus(created=sum(states.values()), states=states, dropped={}, staleness={}, max_staleness=0, bound=2)
+        for states in ({"waiting": 1, "dropped": 23}, {"waiting": 0, "dropped": 24}, {"waiting": 0, "dropped": 0})
     )
     found = [
         out_of_data(result(tmp_path, Collected(ledger=ledger), outcome).summary())

@@ -38,9 +38,7 @@ def test_supervised_training_shows_the_held_out_loss():
 
 
 def test_a_line_before_the_first_status_names_the_stage():
-    assert (
-        line(View(stage="preparing data", elapsed=3.4)) == 'phase=starting stage="preparing data" elapsed=3s'
-    )
+    assert line(View(stage="preparing data", elapsed=3.4)) == 'phase=starting stage="preparing data" elapsed=3s'
 
 
 def test_a_line_of_supervised_training_shows_the_loss_and_no_staleness():
@@ -61,9 +59,7 @@ def test_a_redis_that_hangs_is_shown_and_the_controller_is_not_blamed():
     view = View(status=job_status(), redis="hung", refusal="Redis does not take writes: Timeout")
     assert 'redis=hung controller="Redis does not take writes: Timeout"' in line(view)
     assert "does not answer" in drawn(view)
-    assert "cannot serve now, the workers keep trying: Redis does not take writes" in " ".join(
-        drawn(view).split()
-    )
+    assert "cannot serve now, the workers keep trying: Redis does not take writes" in " ".join(drawn(view).split())
     assert "unreachable" not in line(view)
 
 
@@ -75,9 +71,7 @@ def test_those_who_train_together_are_shown():
             {"replica_id": "policy-0.1", "parts": 1, "seconds": 0.9},
         ],
     }  # fmt: skip
-    text = (
-        "policy-1.2 2 of 3 parts (leads), policy-0.1 1 of 3 parts; policy-2.4 from one of the next steps on"
-    )
+    text = "policy-1.2 2 of 3 parts (leads), policy-0.1 1 of 3 parts; policy-2.4 from one of the next steps on"
     view = View(status=job_status(members=members))
     assert f'trainers="{text}  (epoch 7)"' in line(view)
     assert "trainers" in drawn(view)

@@ -61,9 +61,7 @@ class Driven:
         found: list[int] = []
 
         def look() -> bool:
-            found[:] = [
-                pid for pid in self.family() if part in (line := cmdline(pid)) and "keeper.py" not in line
-            ]
+            found[:] = [pid for pid in self.family() if part in (line := cmdline(pid)) and "keeper.py" not in line]
             return bool(found)
 
         until(look, f"a process {part}")
@@ -195,10 +193,7 @@ def test_a_used_up_budget_ends_the_job_with_the_culprits_last_lines(drive: Drive
     job = drive(10, die_at=0, code=7, every_life=True)
     assert job.wait() == 1, job.output()
     output, summary = job.output(), job.summary()
-    assert (
-        "failed: policy-0 ended (exit code 7) and its restarts are used up (launcher.max_restarts = 2)"
-        in output
-    )
+    assert "failed: policy-0 ended (exit code 7) and its restarts are used up (launcher.max_restarts = 2)" in output
     assert "policy-0.log" in output
     assert "│ dying at step 0" in output
     assert summary["outcome"] == "failed"

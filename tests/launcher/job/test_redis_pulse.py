@@ -13,16 +13,7 @@ import pytest
 import redis
 
 from launcher.job import redis_pulse
-from launcher.job.redis_pulse import (
-    HUNG_AFTER,
-    RESTART_AFTER,
-    Answer,
-    Pulse,
-    RedisPulse,
-    State,
-    _look,
-    _opener,
-)
+from launcher.job.redis_pulse import HUNG_AFTER, RESTART_AFTER, Answer, Pulse, RedisPulse, State, _look, _opener
 from launcher.plan.redis_server import RedisServer
 from tests.support.certificates import make_certificates
 from tests.support.tls_proxy import tls_proxy

@@ -107,9 +107,7 @@ def test_a_replay_takes_the_trainers_devices_and_threads():
     assert environments(replay(job, gpus, 2, []), "CUDA_VISIBLE_DEVICES") == ["0,1"] * 2
     sized = config(policy={"parallelism": {"dp_shard_size": 1}}, placement={"policy": [2], "rollout": [3]})
     assert environments(replay(sized, gpus, 2, []), "CUDA_VISIBLE_DEVICES") == ["2"], "as configured"
-    listed = config(
-        policy=mesh, placement={"rollout": [0, 1]}, rollout={"parallelism": {"n_init_replicas": 2}}
-    )
+    listed = config(policy=mesh, placement={"rollout": [0, 1]}, rollout={"parallelism": {"n_init_replicas": 2}})
     (policy, *_) = place(listed, gpus)
     assert environments(replay(listed, gpus, 2, []), "CUDA_VISIBLE_DEVICES") == ["2,3"] * 2
     assert environments(policy, "CUDA_VISIBLE_DEVICES") == ["2,3"] * 2, "as in the job"
@@ -140,10 +138,7 @@ def play(directory: Path, *programs: str, show: Any, grace: float = 1.0) -> int:
     argvs = [(sys.executable, "-I", "-S", "-c", REPORT + program, str(output)) for program in programs]
     ranks = tuple(ProcessSpec(f"replay-{n}", Role.POLICY, argv) for n, argv in enumerate(argvs))
     setting = Setting(
-        Folders(directory, directory),
-        grace,
-        RestartBudget(0, 0.0, 0.0),
-        lambda spec: {**os.environ, **spec.env},
+        Folders(directory, directory), grace, RestartBudget(0, 0.0, 0.0), lambda spec: {**os.environ, **spec.env}
     )
     return asyncio.run(
         run_ranks(PlacedReplica("replay", Role.POLICY, ranks), directory / "output.jsonl", setting, show)
@@ -286,9 +281,7 @@ def test_batches_from_before_a_resume_with_other_settings_cannot_be_compared(run
     resumed = ["train.epsilon=1e-3", "train.ckpt.max_keep=3"]
     run.write_config(load_config(tmp_path / "run.toml", resumed))
     assert reasons() == ["step 4 was trained with settings other than those of config.toml"]
-    assert reasons(f"train.epsilon={load_config(tmp_path / 'run.toml').train.epsilon}") == [], (
-        "as it was then"
-    )
+    assert reasons(f"train.epsilon={load_config(tmp_path / 'run.toml').train.epsilon}") == [], "as it was then"
 
 
 def test_steps_and_their_medians_are_a_line_each():

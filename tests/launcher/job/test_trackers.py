@@ -25,9 +25,7 @@ def test_a_process_that_was_killed_is_named_and_its_successor_goes_on(
     monkeypatch.setattr(trackers, "BACKOFF", Backoff(0.1, 0.1))
     (tmp_path / "logs").mkdir()
     (tmp_path / "job_id").write_text("run-1")
-    (tmp_path / "config.json").write_text(
-        json.dumps({"logging": {"project_name": "mine", "experiment_name": "try"}})
-    )
+    (tmp_path / "config.json").write_text(json.dumps({"logging": {"project_name": "mine", "experiment_name": "try"}}))
     file, state = event_file.path_of(tmp_path), tmp_path / "trackers" / "tensorboard.json"
     said: list[str] = []
 

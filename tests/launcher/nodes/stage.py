@@ -71,9 +71,7 @@ class Stage:
         return Joining(changed.get("config", self.config), MACHINE, self.head, number, env)
 
     def node(self, said: list[str] | None = None, **changed: Any) -> asyncio.Task[int]:
-        return asyncio.create_task(
-            run_node(self.joining(**changed), (said if said is not None else []).append)
-        )
+        return asyncio.create_task(run_node(self.joining(**changed), (said if said is not None else []).append))
 
     def facts(self) -> dict[str, str]:
         return dict(_facts(self.config.model_dump_json()))
@@ -116,9 +114,7 @@ class Stage:
 
     def order(self, name: str = "policy-0-rank1") -> ProcessOrder:
         specs: list[ProcessSpec] = [spec for one in self.replicas() for spec in one.processes]
-        return ProcessOrder(
-            next(spec for spec in specs if spec.name == name), meeting() if "rank" in name else {}
-        )
+        return ProcessOrder(next(spec for spec in specs if spec.name == name), meeting() if "rank" in name else {})
 
 
 def sent(spec: ProcessSpec) -> dict[str, str]:

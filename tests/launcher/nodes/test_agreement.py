@@ -12,14 +12,7 @@ from launcher.nodes.agreement import CLOCK_TOLERANCE, clocks_apart, difference, 
 from launcher.nodes.announcement import DEFAULT_PORT, HeadAddress
 from tests.launcher.samples import config
 
-OURS = {
-    "code": "1",
-    "python": "3.11.7",
-    "torch": "2.13.0",
-    "model": "m",
-    "file /r.py": "f",
-    "train.seed": "s",
-}
+OURS = {"code": "1", "python": "3.11.7", "torch": "2.13.0", "model": "m", "file /r.py": "f", "train.seed": "s"}
 
 
 @pytest.mark.parametrize(

@@ -175,10 +175,7 @@ def test_a_node_that_is_lost_comes_back_and_one_more_is_refused(tmp_path: Path) 
             assert (await (await there(server).spawn(stage.order())).wait()).lost
             async with stage.by_hand() as link:
                 link.send(stage.hello(machine=Machine(4, ("0",))))
-                assert (
-                    "it has the GPUs ('0',), and node 1 had ('0', '1')"
-                    in (await link.expect(m.Refusal)).reason
-                )
+                assert "it has the GPUs ('0',), and node 1 had ('0', '1')" in (await link.expect(m.Refusal)).reason
             async with stage.by_hand() as link:
                 await stage.be_welcome(link)
                 await there(server).ready()
@@ -228,9 +225,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
 
 
 def supervisor_over(server: NodeServer, root: Path, watcher: Watcher) -> Supervisor:
-    setting = Setting(
-        Folders(root, root), 0.2, RestartBudget(0, 0.0, 0.0), lambda spec: {}, server.hosts, meeting
-    )
+    setting = Setting(Folders(root, root), 0.2, RestartBudget(0, 0.0, 0.0), lambda spec: {}, server.hosts, meeting)
     return Supervisor(setting, watcher)
 
 

@@ -65,9 +65,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def server(
-    serve: Callable[[Reader, Writer], Awaitable[object]], host: str, port: int
-) -> AsyncIterator[None]:
+async def server(serve: Callable[[Reader, Writer], Awaitable[object]], host: str, port: int) -> AsyncIterator[None]:
     async def closing(reader: Reader, writer: Writer) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             await serve(reader, writer)
@@ -356,9 +354,7 @@ TO_HEAD: dict[str, Meddle] = {
 WORDS = ("has a wrong MAC", "bytes, more than")
 
 
-@pytest.mark.parametrize(
-    ("to_node", "how"), [*((True, how) for how in TO_NODE), *((False, how) for how in TO_HEAD)]
-)
+@pytest.mark.parametrize(("to_node", "how"), [*((True, how) for how in TO_NODE), *((False, how) for how in TO_HEAD)])
 def test_what_is_changed_on_the_way_ends_the_link(
     tmp_path: Path, worker: Callable[[str], object], monkeypatch: pytest.MonkeyPatch, to_node: bool, how: str
 ) -> None:
@@ -487,9 +483,7 @@ def test_a_process_that_wrote_long_lines_has_ended_all_the_same() -> None:
     assert [len(line) for line in end.lines] == [m.MOST_TEXT, 5]
 
 
-SMALL = config(
-    train={"output_dir": "/out"}, placement={"nodes": 2}, policy={"parallelism": {"dp_shard_size": 2}}
-)
+SMALL = config(train={"output_dir": "/out"}, placement={"nodes": 2}, policy={"parallelism": {"dp_shard_size": 2}})
 
 
 @given(st.text() | st.lists(st.sampled_from(["..", ".", "", "run", "/", "\0", "x"])).map("/".join))
@@ -505,8 +499,7 @@ def test_a_run_directory_lies_in_that_of_the_configuration(path: str) -> None:
 
 
 @given(
-    st.text(max_size=20).filter(lambda name: name not in SENT[Role.POLICY])
-    | st.sampled_from(sorted(os.environ)),
+    st.text(max_size=20).filter(lambda name: name not in SENT[Role.POLICY]) | st.sampled_from(sorted(os.environ)),
     st.text(max_size=20),
 )
 def test_no_other_variable_is_taken(name: str, text: str) -> None:

@@ -75,12 +75,7 @@ def test_the_table_of_the_documentation_is_what_roles_get() -> None:
     table = {name: held for name, held in secrets_table().items() if name not in OF_THE_LAUNCHER}
     assert len(table) > 12
     env = {name: ADDRESS if name in IN_ADDRESSES else "planted" for name in table}
-    plain = {
-        "HOME": "/h",
-        "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
-        "MAX_TOKENS": "8",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    plain = {"HOME": "/h", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "MAX_TOKENS": "8", "TOKENIZERS_PARALLELISM": "false"}
     given = {str(role): given_to(role, config, env | plain) for role in Role}
     given["trackers"] = given_to_trackers(config.logging.logger, env | plain)
     for name, held in table.items():
@@ -131,13 +126,9 @@ def test_targets_are_named_without_secrets() -> None:
     s3, hub = targets(everything, USERS)
     assert s3.endswith("to s3://mine/team/x/run-1/<checkpoint or final>/ at http://store:9000")
     assert "to https://hub.example/me/model, a commit each" in hub
-    assert not [
-        text for text in (s3, hub) for secret in ("secret", "session", "hub-secret") if secret in text
-    ]
+    assert not [text for text in (s3, hub) for secret in ("secret", "session", "hub-secret") if secret in text]
     (final,) = targets({**bucket, "upload_s3": "final"}, {})
-    assert final.startswith(
-        "the final model to s3://mine/team/x/run-1/final/ at AWS; neither AWS_ACCESS_KEY_ID"
-    )
+    assert final.startswith("the final model to s3://mine/team/x/run-1/final/ at AWS; neither AWS_ACCESS_KEY_ID")
     assert targets({}, USERS) == []
     (weights,) = targets({}, USERS, "s3://mine/weights/")
     assert weights == "every weight version to s3://mine/weights/ at http://store:9000"

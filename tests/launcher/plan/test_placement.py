@@ -42,9 +42,7 @@ def test_threads_are_cores_per_worker_process_unless_written():
 
 
 def test_minus_one_takes_the_gpus_that_rollouts_leave():
-    job = config(
-        policy={"parallelism": {"dp_shard_size": -1}}, rollout={"parallelism": {"n_init_replicas": 2}}
-    )
+    job = config(policy={"parallelism": {"dp_shard_size": -1}}, rollout={"parallelism": {"n_init_replicas": 2}})
     replicas = place(job, Machine(cores=64, gpus=gpus(8)))
     ranks = replicas[0].processes
     assert [spec.name for spec in ranks] == [f"policy-0-rank{i}" for i in range(6)]
@@ -58,9 +56,7 @@ ELASTIC = {"enable": True, "max_replicas": 5}
 
 def test_further_replicas_take_devices_that_the_start_leaves() -> None:
     job = config(
-        policy={"parallelism": {"dp_shard_size": 2}},
-        rollout={"parallelism": {"tp_size": 2}},
-        autoscale=ELASTIC,
+        policy={"parallelism": {"dp_shard_size": 2}}, rollout={"parallelism": {"tp_size": 2}}, autoscale=ELASTIC
     )
     first, reserve = place_elastic(job, Machine(cores=8, gpus=gpus(8)))
     assert [(one.name, one.devices) for one in first] == [("policy-0", (0, 1)), ("rollout-0", (2, 3))]
@@ -115,9 +111,7 @@ def test_the_only_gpu_is_not_shared_in_silence():
     assert problem.key == "placement.share"
     assert "needs 2 GPUs" in problem.message
     assert "has 1, and none is shared" in problem.message
-    assert problem.hint.startswith(
-        'write placement.share = "memory": both stay in the memory of the same GPUs'
-    )
+    assert problem.hint.startswith('write placement.share = "memory": both stay in the memory of the same GPUs')
     assert "vLLM takes 80% of it (write rollout.gpu_memory_utilization = 0.5)" in problem.hint
 
 
@@ -127,12 +121,7 @@ def test_several_gpus_can_be_shared_too():
         rollout={"parallelism": {"n_init_replicas": 3}},
         placement={"share": "memory"},
     )
-    assert shown(job, 4) == {
-        "policy-0": (0, 1, 2, 3),
-        "rollout-0": (0,),
-        "rollout-1": (1,),
-        "rollout-2": (2,),
-    }
+    assert shown(job, 4) == {"policy-0": (0, 1, 2, 3), "rollout-0": (0,), "rollout-1": (1,), "rollout-2": (2,)}
     assert "needs 3 GPUs" in refusal(job, 2).message
 
 
@@ -186,9 +175,7 @@ def test_a_reference_model_has_one_device_for_each_rank_of_the_policy():
     assert shown(job, 5) == {"policy-0": (0, 2, 1, 3), "rollout-0": (4,)}
     same = config(train=KL, placement={"policy": [1], "reference": [1]})
     assert shown(same, 2) == {"policy-0": (1,), "rollout-0": (0,)}
-    shared = config(
-        train=KL, placement={"share": "memory", "rollout": [1], "reference": [1], "gpus_per_node": 2}
-    )
+    shared = config(train=KL, placement={"share": "memory", "rollout": [1], "reference": [1], "gpus_per_node": 2})
     assert shown(shared, 2) == {"policy-0": (0, 1), "rollout-0": (1,)}
 
 
@@ -216,10 +203,7 @@ def test_a_reference_model_and_a_critic_are_on_the_machines_of_their_ranks():
 
     assert placed() == [(0, "0,3,2"), (1, "0,3,1")]
     for other, words in (
-        (
-            {"reference": [7, 3]},
-            r"\[7, 3\] gives rank 0 .* device 7 on machine 1, and the rank is on machine 0",
-        ),
+        ({"reference": [7, 3]}, r"\[7, 3\] gives rank 0 .* device 7 on machine 1, and the rank is on machine 0"),
         ({"critic": [2, 1]}, "gives rank 1 of the policy device 1 on machine 0, and .* machine 1, of 4 GPUs"),
         ({"policy": [4, 0]}, "gives rank 0 of the policy device 3 on machine 0, and .* machine 1"),
     ):
@@ -232,13 +216,9 @@ def test_a_reference_model_with_too_few_or_absent_devices_is_refused():
     job = config(train=KL, policy={"parallelism": {"dp_shard_size": -1}}, placement={"reference": [1]})
     problem = refusal(job, 4)
     assert problem.key == "placement.reference"
-    assert problem.message.startswith(
-        "names 1 devices, and policy.parallelism.dp_shard_size = -1 makes 2 data ranks"
-    )
+    assert problem.message.startswith("names 1 devices, and policy.parallelism.dp_shard_size = -1 makes 2 data ranks")
     assert problem.hint.endswith("or write policy.parallelism.dp_shard_size = 1")
-    assert refusal(config(train=KL, placement={"reference": [4]}), 4).message.startswith(
-        "names device 4, and"
-    )
+    assert refusal(config(train=KL, placement={"reference": [4]}), 4).message.startswith("names device 4, and")
     assert "has no GPU" in refusal(config(train=KL, placement={"reference": [2]}), 0).message
 
 
@@ -289,9 +269,7 @@ def test_supervised_training_has_no_rollout_replicas():
     engine=st.integers(1, 3),
     spare=st.integers(0, 3),
 )
-def test_no_gpu_is_given_to_two_replicas(
-    policies: int, shards: int, tp: int, rollouts: int, engine: int, spare: int
-):
+def test_no_gpu_is_given_to_two_replicas(policies: int, shards: int, tp: int, rollouts: int, engine: int, spare: int):
     job = config(
         policy={"parallelism": {"n_init_replicas": policies, "dp_shard_size": shards, "tp_size": tp}},
         rollout={"parallelism": {"n_init_replicas": rollouts, "tp_size": engine}},
@@ -307,9 +285,7 @@ def test_no_gpu_is_given_to_two_replicas(
     assert len(seen) == len(set(seen)) == total
 
 
-numbers = st.lists(st.integers(0, 5), max_size=4) | st.lists(
-    st.lists(st.integers(0, 5), max_size=2), max_size=2
-)
+numbers = st.lists(st.integers(0, 5), max_size=4) | st.lists(st.lists(st.integers(0, 5), max_size=2), max_size=2)
 
 
 @given(
@@ -338,10 +314,7 @@ def test_whatever_is_listed_no_device_has_two_owners(
         assert error.problem.key
         assert error.problem.hint
         return
-    owned = {
-        role: [d for r in replicas if r.role is role for d in r.devices]
-        for role in (Role.POLICY, Role.ROLLOUT)
-    }
+    owned = {role: [d for r in replicas if r.role is role for d in r.devices] for role in (Role.POLICY, Role.ROLLOUT)}
     for devices in owned.values():
         assert len(devices) == len(set(devices))
         assert all(device < count for device in devices)
@@ -451,9 +424,7 @@ def test_nodes_have_as_many_gpus():
 
 
 def test_rollouts_that_join_from_elsewhere_take_no_device():
-    job = config(
-        policy={"parallelism": {"dp_shard_size": -1}}, rollout={"parallelism": {"n_init_replicas": 2}}
-    )
+    job = config(policy={"parallelism": {"dp_shard_size": -1}}, rollout={"parallelism": {"n_init_replicas": 2}})
     replicas = place(job, Machine(8, gpus(4)), rollouts=False)
     assert [replica.name for replica in replicas] == ["policy-0"]
     assert len(replicas[0].processes) == 4

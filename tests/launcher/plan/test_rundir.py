@@ -285,12 +285,6 @@ def test_time_and_restarts_add_up_over_the_starts_of_a_run(tmp_path: Path) -> No
         run.forget_earlier_end()
     assert run.earlier() == {"starts": 2, "elapsed_s": 120.0, "restarts": {"rollout-0": 3}}
     collected = Collected()
-    summary = RunResult(
-        0, "finished", "", tmp_path, 30.0, collected, {"rollout-0": 1}, run.earlier()
-    ).summary()
-    assert (summary["starts"], summary["total_elapsed_s"], summary["restarts"]) == (
-        3,
-        150.0,
-        {"rollout-0": 4},
-    )
+    summary = RunResult(0, "finished", "", tmp_path, 30.0, collected, {"rollout-0": 1}, run.earlier()).summary()
+    assert (summary["starts"], summary["total_elapsed_s"], summary["restarts"]) == (3, 150.0, {"rollout-0": 4})
     assert dict(rows(summary))["time"] == "30s (2m30s over 3 starts)"

@@ -40,11 +40,7 @@ class ScaleApi:
         scale = {
             "apiVersion": "autoscaling/v1",
             "kind": "Scale",
-            "metadata": {
-                "name": "run-rollout",
-                "namespace": "training",
-                "resourceVersion": str(len(self.calls)),
-            },
+            "metadata": {"name": "run-rollout", "namespace": "training", "resourceVersion": str(len(self.calls))},
             "spec": {"replicas": replicas} if replicas else {},
             "status": {"replicas": replicas, "selector": "app=run"},
         }

@@ -62,11 +62,7 @@ def test_the_number_follows_the_controller_and_stays_while_it_is_away(tmp_path: 
         scale.calls.clear()
         with scaler(tmp_path, served.url, env) as process:
             until(lambda: scale.replicas == 1, "the number of the start")
-            with (
-                served.client() as client,
-                served.client("policy") as policy,
-                served.client("rollout") as ours,
-            ):
+            with served.client() as client, served.client("policy") as policy, served.client("rollout") as ours:
                 scale.pods = {"rollout-0": {}, "rollout-1": {"mine": "kept"}, "rollout-9": {ANNOTATION: "70"}}
                 _, replica = begin(policy, ours)
                 replica.lease(2)
@@ -76,9 +72,7 @@ def test_the_number_follows_the_controller_and_stays_while_it_is_away(tmp_path: 
                 scale.replicas = 5
                 until(lambda: scale.replicas == 1, "the number of the start again")
                 until(
-                    lambda: (
-                        ANNOTATION in scale.pods["rollout-0"] and scale.pods["rollout-9"][ANNOTATION] == "0"
-                    ),
+                    lambda: ANNOTATION in scale.pods["rollout-0"] and scale.pods["rollout-9"][ANNOTATION] == "0",
                     "the costs, which follow the number",
                 )
                 costs = {name: notes.get(ANNOTATION) for name, notes in scale.pods.items()}
@@ -111,15 +105,7 @@ def test_costs_change_when_they_are_wrong_by_half() -> None:
 
 
 def status(desired: int, **values: object) -> AutoscaleStatus:
-    fields = {
-        "enabled": True,
-        "replicas": 1,
-        "working": 1,
-        "minimum": 1,
-        "maximum": 4,
-        "reason": "so",
-        "since": 0.0,
-    }
+    fields = {"enabled": True, "replicas": 1, "working": 1, "minimum": 1, "maximum": 4, "reason": "so", "since": 0.0}
     return AutoscaleStatus.model_validate(fields | {"desired": desired} | values)
 
 

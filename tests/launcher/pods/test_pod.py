@@ -57,9 +57,7 @@ def test_ranks_are_dealt_over_the_pods_of_a_replica() -> None:
 def test_of_several_policy_replicas_there_may_be_more() -> None:
     several = {"parallelism": {"n_init_replicas": 2, "dp_shard_size": 2}}
     whole = config(
-        placement={"gpus_per_node": 2, "nodes": 3},
-        policy=several,
-        train={"ckpt": {"enable_checkpoint": True}},
+        placement={"gpus_per_node": 2, "nodes": 3}, policy=several, train={"ckpt": {"enable_checkpoint": True}}
     )
     assert pods.pods(whole).replicas == 2
     for replica in (1, 7):
@@ -81,10 +79,7 @@ FILE = Path("/etc/cosmos/config.json")
 def test_a_pod_finds_its_part_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = config(placement={"gpus_per_node": 2, "nodes": 3}, policy={"parallelism": {"dp_shard_size": 4}})
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
-    assert [spec.name for spec in pod._specs(Role.POLICY, whole, FILE)] == [
-        "policy-0-rank2",
-        "policy-0-rank3",
-    ]
+    assert [spec.name for spec in pod._specs(Role.POLICY, whole, FILE)] == ["policy-0-rank2", "policy-0-rank3"]
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "x")
     with pytest.raises(LaunchError, match="JOB_COMPLETION_INDEX = 'x'"):
         pod._specs(Role.POLICY, whole, FILE)
@@ -157,9 +152,7 @@ def test_who_is_hung_is_killed_and_named() -> None:
 
 
 def test_signals_are_passed_on() -> None:
-    polite = (
-        "import os, signal, sys; signal.signal(15, lambda *_: sys.exit(0)); os.kill({}, 15); signal.pause()"
-    )
+    polite = "import os, signal, sys; signal.signal(15, lambda *_: sys.exit(0)); os.kill({}, 15); signal.pause()"
     assert run(polite.format(os.getpid())) == EndedChildren(0, "ended in order", signal.SIGTERM)
 
 
@@ -223,13 +216,9 @@ def test_another_configuration_or_code_is_refused_by_name(tmp_path: Path) -> Non
         cosmos("pod", "rollout", "--config", path, **env).complains(2, f"{agreement} is not there")
         agreement.write_text(json.dumps(pod._facts(written(path))))
         written(path, learning_rate=0.5)
-        cosmos("pod", "rollout", "--config", path, **env).complains(
-            2, "its configuration differs in train.optm_lr"
-        )
+        cosmos("pod", "rollout", "--config", path, **env).complains(2, "its configuration differs in train.optm_lr")
         agreement.write_text(json.dumps(pod._facts(written(path)) | {"code": "another"}))
-        cosmos("pod", "rollout", "--config", path, **env).complains(
-            2, "its code of cosmos-launch is another one"
-        )
+        cosmos("pod", "rollout", "--config", path, **env).complains(2, "its code of cosmos-launch is another one")
         assert "its code of cosmos-launch is another one" in log.read_text()
 
 
@@ -249,18 +238,11 @@ def test_a_rollout_pod_stays_when_the_job_is_over(tmp_path: Path) -> None:
     with running_valkey() as redis, served_controller(run, redis.url) as served:
         with served.client() as client:
             client.send(api.operate("stop"))
-        env = {
-            "COSMOS_CONTROLLER_URL": served.url,
-            "COSMOS_TOKEN": TOKENS["rollout"],
-            "COSMOS_POD": "run-rollout-x",
-        }
+        env = {"COSMOS_CONTROLLER_URL": served.url, "COSMOS_TOKEN": TOKENS["rollout"], "COSMOS_POD": "run-rollout-x"}
         argv = [sys.executable, "-m", "launcher.cli", "pod", "rollout", "--config", str(path), "--stay"]
         with log.open("w") as out:
             process = subprocess.Popen(argv, env={**os.environ, **env}, cwd=ROOT, stdout=out, stderr=out)
-        until(
-            lambda: "nothing is left to do" in log.read_text() or process.poll() is not None,
-            "the end of the job",
-        )
+        until(lambda: "nothing is left to do" in log.read_text() or process.poll() is not None, "the end of the job")
         assert process.poll() is None, log.read_text()
         process.terminate()
         assert process.wait(PATIENCE) == 0

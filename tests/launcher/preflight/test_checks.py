@@ -66,9 +66,7 @@ def test_a_model_that_is_not_here_is_named(tmp_path: Path, monkeypatch: pytest.M
     }
     found = check_machine(job(tmp_path, **models), Machine(2)).warnings
     assert keys(found) == ["policy.model_name_or_path", "reference.model_name_or_path"]
-    assert (
-        "owner/away is not on this machine: meshes, lengths and options are not checked" in found[0].message
-    )
+    assert "owner/away is not on this machine: meshes, lengths and options are not checked" in found[0].message
     assert "check them before they load weights" in found[0].hint
 
 
@@ -130,9 +128,7 @@ def test_overrides_are_entries_of_the_models_configuration(tmp_path: Path):
     written = {"model_type": "qwen3", "hidden_size": 32, "own_entry": 1}
     (tmp_path / "config.json").write_text(json.dumps(written))
     assert found(rms_norm_eps=1e-5, own_entry=2, id2label={}) == []
-    assert found(rms_norm_epz=1e-5) == [
-        ("policy.override_config.rms_norm_epz", "did you mean 'rms_norm_eps'?")
-    ]
+    assert found(rms_norm_epz=1e-5) == [("policy.override_config.rms_norm_epz", "did you mean 'rms_norm_eps'?")]
     (tmp_path / "config.json").write_text(json.dumps(written | {"auto_map": {"AutoConfig": "own.Config"}}))
     assert found(rms_norm_epz=1e-5) == [], "its own code may have it"
 
@@ -175,11 +171,7 @@ def test_a_gpu_is_not_shared_in_silence(tmp_path: Path):
     ("sections", "key", "words"),
     [
         ({"placement": {"share": "time"}}, "placement.share", "cuMem"),
-        (
-            {"train": {"train_policy": {"routing_replay": "ids"}}},
-            "train.train_policy.routing_replay",
-            "experts",
-        ),
+        ({"train": {"train_policy": {"routing_replay": "ids"}}}, "train.train_policy.routing_replay", "experts"),
     ],
     ids=["turns", "routing"],
 )
@@ -476,8 +468,5 @@ def test_a_file_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
 def test_unknown_names_are_refused_with_a_suggestion() -> None:
     options = {"swap_spaec": 1, "model": "m", "zzz": None}
     problems = unknown_names("rollout.engine_kwargs", options, {"model", "swap_space"})
-    assert [problem.key for problem in problems] == [
-        "rollout.engine_kwargs.swap_spaec",
-        "rollout.engine_kwargs.zzz",
-    ]
+    assert [problem.key for problem in problems] == ["rollout.engine_kwargs.swap_spaec", "rollout.engine_kwargs.zzz"]
     assert "swap_space" in problems[0].render()

@@ -101,9 +101,7 @@ def test_adapters_train_next_to_a_base_in_half_precision() -> None:
     assert found["moving average of the weights"] == adapters * 2
     assert "reference model" not in found
     assert host_copy(wanted, MODEL).bytes == 2000
-    alone = wanted.model_copy(
-        update={"weight_sync": wanted.weight_sync.model_copy(update={"lora": "adapter"})}
-    )
+    alone = wanted.model_copy(update={"weight_sync": wanted.weight_sync.model_copy(update={"lora": "adapter"})})
     assert host_copy(alone, MODEL).bytes == adapters * 2
 
 
@@ -135,17 +133,13 @@ def test_models_with_a_mesh_of_their_own_are_cut_by_it() -> None:
     found = parts(config, MODEL, 2, 2)
     assert found["reference model"] == 2000
     assert found["critic: weights that are updated"] == 2000
-    assert found["critic: gathered weights"] == 2 * (200 + 400), (
-        "what one of two stages has outside the layers"
-    )
+    assert found["critic: gathered weights"] == 2 * (200 + 400), "what one of two stages has outside the layers"
 
 
 def test_local_teachers_are_kept_as_well() -> None:
     one, far = {"name": "one", "model": "a/b", "offload": True}, {"name": "far", "url": "http://a:1"}
     config = job(param_dtype="bfloat16").model_copy(
-        update={
-            "teacher": [TeacherConfig(**one), TeacherConfig(name="two", model="c/d"), TeacherConfig(**far)]
-        }
+        update={"teacher": [TeacherConfig(**one), TeacherConfig(name="two", model="c/d"), TeacherConfig(**far)]}
     )
     large = replace(MODEL, parameters=7 * MODEL.parameters)
     found = {part.name: part for part in trainer(config, MODEL, 2, 2, teachers={"two": large})}
@@ -159,9 +153,7 @@ def test_several_micro_batches_keep_whole_gradients() -> None:
     found = parts(job(param_dtype="bfloat16"), MODEL, 2, 1)
     assert found["gradients"] + found["gradients before reduction"] == 4000
     half = job(param_dtype="bfloat16", fsdp_reduce_dtype="bfloat16")
-    assert "gradients before reduction" not in parts(half, MODEL, 2, 1), (
-        "no larger than those that are reduced"
-    )
+    assert "gradients before reduction" not in parts(half, MODEL, 2, 1), "no larger than those that are reduced"
     assert "gradients before reduction" not in parts(job(), MODEL, 1, 1), "a plain gradient is whole anyway"
 
 
@@ -303,11 +295,7 @@ def test_tokens_of_a_micro_batch(policy: dict[str, Any], ranks: int, tokens: int
 
 def test_a_model_of_unknown_shape_has_no_activations() -> None:
     shapeless = LocalModel(Path("m"), 1000, 400, 200, "by hand", None)
-    assert set(parts(job(), shapeless, 1, 1)) == {
-        "weights that are updated",
-        "gradients",
-        "optimizer (AdamW)",
-    }
+    assert set(parts(job(), shapeless, 1, 1)) == {"weights that are updated", "gradients", "optimizer (AdamW)"}
     assert rollout_cache(job(), shapeless, 1, 10**6, on_gpu=False) is None
 
 
@@ -370,14 +358,7 @@ def test_the_trainer_keeps_the_version_before_for_deltas() -> None:
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (5 * 2**30, "5 GiB"),
-        (3 * 2**50, "3072 TiB"),
-    ],
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (5 * 2**30, "5 GiB"), (3 * 2**50, "3072 TiB")],
 )
 def test_sizes_in_words(size: int, text: str) -> None:
     assert size_text(size) == text

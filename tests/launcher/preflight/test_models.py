@@ -34,9 +34,7 @@ def model_of(directory: Path, config: dict[str, Any], **files: dict[str, tuple[i
 
 def test_headers_are_counted_over_all_files(tmp_path: Path) -> None:
     first = {"model.embed_tokens.weight": (20, 8), "model.layers.0.a": (3, 5), "model.layers.1.a": (3, 7)}
-    path = model_of(
-        tmp_path / "m", CONFIG, one=first, two={"model.layers.1.b": (2,), "model.norm.weight": (8,)}
-    )
+    path = model_of(tmp_path / "m", CONFIG, one=first, two={"model.layers.1.b": (2,), "model.norm.weight": (8,)})
     model = find_model(str(path), None, {})
     assert model.parameters == 160 + 15 + 21 + 2 + 8
     assert (model.layer, model.rest) == (23, 168)
@@ -60,9 +58,7 @@ def test_a_saved_alias_of_the_embeddings_counts_once(tmp_path: Path) -> None:
         ({"model_type": "qwen2"}, 20 * 8 + 8 + 2 * (LAYER - 8 + 16 + 2 * 8)),
     ],
 )
-def test_config_alone_is_enough_for_plain_decoders(
-    tmp_path: Path, changes: dict[str, Any], parameters: int
-) -> None:
+def test_config_alone_is_enough_for_plain_decoders(tmp_path: Path, changes: dict[str, Any], parameters: int) -> None:
     model = find_model(str(model_of(tmp_path / "m", {**CONFIG, **changes})), None, {})
     assert model.parameters == parameters
     assert "config.json" in model.source
@@ -85,12 +81,7 @@ OF_EXPERTS = {
             8_112,
             2 * 4 * 3 * 16 * 8,
         ),
-        (
-            "qwen3_moe",
-            {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 6},
-            6_888,
-            2 * 4 * 3 * 16 * 8,
-        ),
+        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 6}, 6_888, 2 * 4 * 3 * 16 * 8),
     ],
 )
 def test_config_alone_is_enough_for_mixtures_of_them(
@@ -101,9 +92,7 @@ def test_config_alone_is_enough_for_mixtures_of_them(
     assert (model.parameters, model.experts) == (parameters, experts)
     with pytest.raises(UnknownModelError, match="some of its layers have no experts"):
         find_model(
-            str(model_of(tmp_path / "n", {**OF_EXPERTS, "model_type": kind, "mlp_only_layers": [0]})),
-            None,
-            {},
+            str(model_of(tmp_path / "n", {**OF_EXPERTS, "model_type": kind, "mlp_only_layers": [0]})), None, {}
         )
 
 
@@ -130,10 +119,7 @@ def test_models_of_the_hub_are_found_in_the_cache(tmp_path: Path) -> None:
 
 def test_experts_are_counted_apart(tmp_path: Path) -> None:
     of_experts = {"moe_intermediate_size": 5, "num_experts_per_tok": 3, "num_experts": 4}
-    tensors = {
-        "model.layers.0.mlp.experts.gate_up_proj": (4, 10, 8),
-        "model.layers.0.mlp.gate.weight": (4, 8),
-    }
+    tensors = {"model.layers.0.mlp.experts.gate_up_proj": (4, 10, 8), "model.layers.0.mlp.gate.weight": (4, 8)}
     model = find_model(str(model_of(tmp_path / "m", {**CONFIG, **of_experts}, m=tensors)), None, {})
     assert (model.parameters, model.experts) == (352, 320)
     assert model.shape is not None

@@ -185,9 +185,7 @@ def test_a_private_directory_is_the_launchers_while_that_lives(tmp_path: Path, n
     process.wait(PATIENCE)
     assert (private / "socket").exists(), "the next start of the process needs it"
     script = ON_TERM.format(ready=str(tmp_path / "again"), body="pass")
-    parent = start_parent(
-        tmp_path, [[{"parent": 0, "grace": PATIENCE, "remove": str(private)}, *PYTHON, script]]
-    )
+    parent = start_parent(tmp_path, [[{"parent": 0, "grace": PATIENCE, "remove": str(private)}, *PYTHON, script]])
     keepers = pids(tmp_path / "parent")
     pids(tmp_path / "again")
     parent.kill()
@@ -212,9 +210,7 @@ def test_what_is_stopped_is_continued_but_for_sessions_of_their_own(tmp_path: Pa
 
 
 def test_settings_travel_whole():
-    settings = KeeperSettings(
-        7, 1.5, hold="/a", after="/b", remove="/c", under=("nsys", "profile"), environment=3
-    )
+    settings = KeeperSettings(7, 1.5, hold="/a", after="/b", remove="/c", under=("nsys", "profile"), environment=3)
     assert KeeperSettings.from_json(settings.to_json()) == settings
 
 

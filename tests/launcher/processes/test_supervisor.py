@@ -87,9 +87,7 @@ async def written(*files: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("kill", [True, False])
-def test_a_stopped_keeper_is_continued_and_can_be_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill: bool
-):
+def test_a_stopped_keeper_is_continued_and_can_be_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill: bool):
     monkeypatch.setattr(host, "LOOK_EVERY", 600.0 if kill else 0.05)
     watcher, ready = Watcher(), tmp_path / "ready"
 
@@ -129,9 +127,7 @@ def test_a_process_has_its_secrets_and_its_keeper_has_none(tmp_path: Path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_redis_comes_back_whatever_ends_its_keeper_and_whatever_was_removed(
-    tmp_path: Path, number: signal.Signals
-):
+def test_redis_comes_back_whatever_ends_its_keeper_and_whatever_was_removed(tmp_path: Path, number: signal.Signals):
     """Its socket's directory, its data, locks and logs are made by the start that needs them."""
     (tmp_path / "redis").mkdir()
     server, watcher = redis_server.embedded(tmp_path / "redis"), Watcher()
@@ -141,17 +137,13 @@ def test_redis_comes_back_whatever_ends_its_keeper_and_whatever_was_removed(
         supervisor = Supervisor(Setting(folders, PATIENCE, BUDGET, lambda spec: {}), watcher)
         try:
             assert server.replica is not None
-            supervised = supervisor.launch(
-                server.replica, keeps=str(tmp_path / "redis"), private=server.directory
-            )
+            supervised = supervisor.launch(server.replica, keeps=str(tmp_path / "redis"), private=server.directory)
             assert await redis_server.wait_ready(server.url, PATIENCE)
             for folder in (tmp_path / "redis", folders.logs, folders.locks, Path(server.directory)):
                 shutil.rmtree(folder)
             os.kill(supervised.processes["redis"].pid, number)
             await comes_true(lambda: bool(watcher.exits) and supervised.state == "up")
-            assert await redis_server.wait_ready(server.url, PATIENCE), (
-                folders.logs / "redis.log"
-            ).read_text()
+            assert await redis_server.wait_ready(server.url, PATIENCE), (folders.logs / "redis.log").read_text()
         finally:
             await supervisor.kill_all()
 
@@ -200,9 +192,7 @@ def test_a_crashing_replica_is_restarted_until_its_budget_is_used_up(tmp_path: P
     watcher = Watcher()
 
     async def body(supervisor: Supervisor) -> None:
-        supervisor.launch(
-            replica("rollout-0", "print('loading', flush=True); raise SystemExit('cannot allocate')")
-        )
+        supervisor.launch(replica("rollout-0", "print('loading', flush=True); raise SystemExit('cannot allocate')"))
         ending = await supervisor.ended
         assert ending.verdict.exit_code == 1
         assert "rollout-0" in ending.verdict.reason
@@ -319,9 +309,7 @@ def test_a_rank_that_cannot_be_started_leaves_no_other_behind(tmp_path: Path):
     (tmp_path / "policy-0-rank1.log").mkdir()
 
     async def body(supervisor: Supervisor) -> None:
-        kept = supervisor.launch(
-            replica("policy-0", "import time; time.sleep(600)", "pass", role=Role.POLICY)
-        )
+        kept = supervisor.launch(replica("policy-0", "import time; time.sleep(600)", "pass", role=Role.POLICY))
         ending = await supervisor.ended
         assert "could not keep policy-0: IsADirectoryError" in ending.verdict.reason
         await kept.done.wait()
@@ -417,9 +405,7 @@ def test_kill_all_is_immediate_and_leaves_no_grandchild(tmp_path: Path):
 
     async def body(supervisor: Supervisor) -> None:
         ready = tmp_path / "ready"
-        supervisor.launch(
-            replica("rollout-0", WITH_GRANDCHILD.format(ready=str(ready), then="time.sleep(600)"))
-        )
+        supervisor.launch(replica("rollout-0", WITH_GRANDCHILD.format(ready=str(ready), then="time.sleep(600)")))
         supervisor.launch(replica("rollout-1", STUBBORN.format(ready=str(tmp_path / "other"))))
         found.extend(await written(ready, tmp_path / "other"))
         await supervisor.kill_all()

@@ -30,9 +30,7 @@ def test_there_is_one_for_each_role() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_containers_are_not_root_and_hold_no_secret(path: Path) -> None:
-    steps = [
-        (one["instruction"], one["value"]) for one in DockerfileParser(fileobj=path.open("rb")).structure
-    ]
+    steps = [(one["instruction"], one["value"]) for one in DockerfileParser(fileobj=path.open("rb")).structure]
     names = [name for name, _ in steps]
     assert "ADD" not in names
     last = steps[len(names) - names[::-1].index("FROM") :]
@@ -43,9 +41,7 @@ def test_containers_are_not_root_and_hold_no_secret(path: Path) -> None:
             assert ":" in value
             assert not value.startswith("debian:latest")
         if name in ("ARG", "ENV"):
-            assert not {"TOKEN", "PASSWORD", "SECRET", "KEY"} & set(
-                value.upper().replace("=", "_").split("_")
-            )
+            assert not {"TOKEN", "PASSWORD", "SECRET", "KEY"} & set(value.upper().replace("=", "_").split("_"))
         if "apt-get install" in value:
             assert "--no-install-recommends" in value
             assert value.endswith("rm -rf /var/lib/apt/lists/*")

@@ -235,10 +235,7 @@ def test_an_engine_that_no_node_holds_is_a_group_of_pods(tmp_path: Path) -> None
     assert rendered.one("ScaledObject")["spec"]["scaleTargetRef"] == target
     followed = Rendered(tmp_path, CASES["engines"] | {"kubernetes.scaler": "command"}, "command")
     (rule,) = followed.one("Role")["rules"]
-    assert (rule["apiGroups"], rule["resources"]) == (
-        ["leaderworkerset.x-k8s.io"],
-        ["leaderworkersets/scale"],
-    )
+    assert (rule["apiGroups"], rule["resources"]) == (["leaderworkerset.x-k8s.io"], ["leaderworkersets/scale"])
     argv = followed.container("scaler")["command"]
     assert argv[argv.index("--leader-worker-set") + 1] == "cosmos-rollout"
 
@@ -263,9 +260,7 @@ def test_who_scales_may_do_no_more(tmp_path: Path) -> None:
     assert [image.rpartition("/")[2] for image in images.values()] == [
         "controller:1", "controller:1", "policy:2", "rollout@sha256:0123"
     ]  # fmt: skip
-    (controller,) = (
-        one for one in alone.files["network.yaml"] if one["metadata"]["name"].endswith("-controller")
-    )
+    (controller,) = (one for one in alone.files["network.yaml"] if one["metadata"]["name"].endswith("-controller"))
     assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in (
         controller["spec"]["ingress"][0]["from"]
     )
@@ -285,9 +280,7 @@ def test_the_overlay_is_its_owners(tmp_path: Path) -> None:
     assert f"{overlay} does not list base" in answer.stderr
     overlay.write_text("namePrefix: mine-\nresources:\n  - base\n")
     if kubectl := shutil.which("kubectl"):
-        built = subprocess.run(
-            [kubectl, "kustomize", rendered.folder], capture_output=True, text=True, check=True
-        )
+        built = subprocess.run([kubectl, "kustomize", rendered.folder], capture_output=True, text=True, check=True)
         assert "name: mine-cosmos-rollout" in built.stdout
 
 
@@ -311,19 +304,12 @@ def test_tokens_are_kept_when_it_is_rendered_again(tmp_path: Path) -> None:
         ({"kubernetes.image": "image:latest"}, ["kubernetes.image", "another image with each pull"]),
         ({"train.output_dir": "/elsewhere"}, ["train.output_dir", "kubernetes.volume_path = '/cosmos'"]),
         (
-            {
-                "kubernetes.policy_kind": "statefulset",
-                "policy.parallelism.dp_shard_size": 16,
-                "placement.nodes": 3,
-            },
+            {"kubernetes.policy_kind": "statefulset", "policy.parallelism.dp_shard_size": 16, "placement.nodes": 3},
             ["2 pods", 'kubernetes.policy_kind = "jobset"'],
         ),
         ({"placement.policy": [0]}, ["placement.policy names devices"]),
         (ENGINE | {"placement.gpus_per_node": 6}, ["16 GPUs takes 3 pods of at most 6", "fill nodes evenly"]),
-        (
-            ENGINE | {"rollout.parallelism.dp_shard_size": 2},
-            ["4 pods", "dp_shard_size = 2", "n_init_replicas"],
-        ),
+        (ENGINE | {"rollout.parallelism.dp_shard_size": 2}, ["4 pods", "dp_shard_size = 2", "n_init_replicas"]),
         (ENGINE | {"weight_sync.host_cache": "/tmp"}, ["2 pods", "weight_sync.host_cache = '/tmp'"]),
         (ENGINE | {"kubernetes.deletion_cost": True}, ["2 pods", "kubernetes.deletion_cost = true"]),
         ({"redis.url": "unix:///run/redis"}, ["redis.url = 'unix:///run/redis'"]),
@@ -332,9 +318,7 @@ def test_tokens_are_kept_when_it_is_rendered_again(tmp_path: Path) -> None:
 )
 def test_what_pods_cannot_do_is_refused(tmp_path: Path, values: dict[str, Any], words: list[str]) -> None:
     written = [f"--set={key}={_toml(value)}" for key, value in (SMALL | values).items()]
-    answer = cosmos(
-        "--config", write_job(tmp_path), *written, "--target", "kubernetes", "-o", tmp_path / "out"
-    )
+    answer = cosmos("--config", write_job(tmp_path), *written, "--target", "kubernetes", "-o", tmp_path / "out")
     answer.complains(2, *words)
     assert not (tmp_path / "out").exists()
 
@@ -349,12 +333,8 @@ def test_files_of_the_volume_need_not_be_here(tmp_path: Path) -> None:
     job = ["--config", write_job(tmp_path), *written]
     answer = cosmos(*job, "--target", "kubernetes", "-o", tmp_path / "out").says(0)
     assert answer.stderr.count("warning: ") == 3
-    assert (
-        "./models/mine is not on this machine: meshes, lengths and options are not checked" in answer.stderr
-    )
-    found = json.loads(
-        yaml.safe_load((tmp_path / "out" / "base" / "config.yaml").read_text())["data"]["config.json"]
-    )
+    assert "./models/mine is not on this machine: meshes, lengths and options are not checked" in answer.stderr
+    found = json.loads(yaml.safe_load((tmp_path / "out" / "base" / "config.yaml").read_text())["data"]["config.json"])
     assert found["policy"]["model_name_or_path"] == "/cosmos/models/mine"
     assert found["train"]["train_policy"]["dataset"]["name"] == "/cosmos/data/train.jsonl"
     assert found["train"]["train_policy"]["reward_function"] == "/cosmos/rewards.py:score"
@@ -394,10 +374,7 @@ def test_apply_asks_first_for_what_the_cluster_must_know(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("missing", "remedy"),
-    [
-        ("jobsets", 'kubernetes.policy_kind = "statefulset"'),
-        ("scaledobjects", 'kubernetes.scaler = "command"'),
-    ],
+    [("jobsets", 'kubernetes.policy_kind = "statefulset"'), ("scaledobjects", 'kubernetes.scaler = "command"')],
 )
 def test_nothing_is_applied_to_a_cluster_that_lacks_a_kind(tmp_path: Path, missing: str, remedy: str) -> None:
     answer, calls = applied(tmp_path, ELASTIC, missing)
@@ -407,14 +384,5 @@ def test_nothing_is_applied_to_a_cluster_that_lacks_a_kind(tmp_path: Path, missi
 
 def test_apply_without_kubectl_names_it(tmp_path: Path) -> None:
     written = [f"--set={key}={_toml(value)}" for key, value in SMALL.items()]
-    job = [
-        "--config",
-        write_job(tmp_path),
-        *written,
-        "--target",
-        "kubernetes",
-        "--apply",
-        "-o",
-        tmp_path / "out",
-    ]
+    job = ["--config", write_job(tmp_path), *written, "--target", "kubernetes", "--apply", "-o", tmp_path / "out"]
     cosmos(*job, PATH=str(tmp_path)).complains(2, "--apply needs kubectl", str(tmp_path / "out"))

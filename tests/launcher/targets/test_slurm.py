@@ -49,9 +49,7 @@ def test_rollouts_as_an_array() -> None:
     assert "#SBATCH --gpus-per-node=2" in scripts["rollouts.sbatch"].splitlines()
     assert '--name "rollout-$SLURM_ARRAY_TASK_ID"' in scripts["rollouts.sbatch"]
     assert "--no-rollouts" in scripts["job.sbatch"]
-    assert 'controller.host=\\"$address\\"' in scripts["job.sbatch"], (
-        "else it listens at the loopback address"
-    )
+    assert 'controller.host=\\"$address\\"' in scripts["job.sbatch"], "else it listens at the loopback address"
     assert "--dependency" in scripts["submit.sh"]
 
 

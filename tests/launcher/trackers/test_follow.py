@@ -58,9 +58,7 @@ def test_a_held_out_loss_by_the_names_that_trackers_show() -> None:
 
 
 KINDS = st.sampled_from(["step", "step", "step", "rewind", "validation", "other"])
-MOMENTS = st.lists(
-    st.tuples(KINDS, st.integers(0, 6), st.sampled_from(["", "send", "fail", "again"])), max_size=30
-)
+MOMENTS = st.lists(st.tuples(KINDS, st.integers(0, 6), st.sampled_from(["", "send", "fail", "again"])), max_size=30)
 
 
 @given(MOMENTS)

@@ -89,8 +89,7 @@ def test_equal_scores_give_no_advantage(name: str):
 @pytest.mark.scaled
 @settings(max_examples=examples(20))
 @given(
-    st.lists(st.lists(st.floats(-5, 5).map(lambda x: round(x, 3)), min_size=2, max_size=8), max_size=4),
-    st.booleans(),
+    st.lists(st.lists(st.floats(-5, 5).map(lambda x: round(x, 3)), min_size=2, max_size=8), max_size=4), st.booleans()
 )
 def test_agrees_with_numpy(groups: list[list[float]], unbiased: bool):
     for scores in groups:
@@ -132,9 +131,7 @@ def test_gae_by_hand():
     st.floats(0, 1),
     st.floats(0, 1),
 )
-def test_gae_agrees_with_its_definition(
-    samples: list[list[tuple[float, float]]], gamma: float, gae_lambda: float
-):
+def test_gae_agrees_with_its_definition(samples: list[list[tuple[float, float]]], gamma: float, gae_lambda: float):
     # the exponentially weighted mean of k-step advantages, summed up term by term
     rewards, values = ([torch.tensor([pair[i] for pair in one]).double() for one in samples] for i in (0, 1))
     estimate = estimator_of("gae").over_tokens
@@ -144,8 +141,7 @@ def test_gae_agrees_with_its_definition(
         n, after = len(r), [*v.tolist()[1:], 0.0]
         for t in range(n):
             expected = sum(
-                (gamma * gae_lambda) ** (u - t) * (float(r[u]) + gamma * after[u] - float(v[u]))
-                for u in range(t, n)
+                (gamma * gae_lambda) ** (u - t) * (float(r[u]) + gamma * after[u] - float(v[u])) for u in range(t, n)
             )
             assert float(advantages[t]) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
@@ -181,9 +177,7 @@ def test_whitened_over_tokens():
 def test_whitening_one_value_per_sample_is_whitening_its_tokens():
     scores, tokens = [3.0, 1.0, 0.0], [2, 5, 1]
     outcome = AdvantageConfig(estimator_of("reinforce_plus_plus_baseline"))
-    spread = torch.repeat_interleave(
-        torch.tensor([5 / 3, -1 / 3, -4 / 3], dtype=torch.float64), torch.tensor(tokens)
-    )
+    spread = torch.repeat_interleave(torch.tensor([5 / 3, -1 / 3, -4 / 3], dtype=torch.float64), torch.tensor(tokens))
     expected = (spread - spread.mean()) / (spread.var() + 1e-8).sqrt()
     found = outcome.of_step(scores, [0, 0, 0], tokens, [], alone).by_sample
     assert found == pytest.approx(expected[[0, 2, 7]].tolist(), rel=1e-12)
@@ -224,9 +218,7 @@ def test_rewards_of_tokens_add_to_the_score():
     assert found[0].tolist() == [2.0, 3.0]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, one in ESTIMATORS.items() if one.over_outcomes and name != "remax"]
-)
+@pytest.mark.parametrize("name", [name for name, one in ESTIMATORS.items() if one.over_outcomes and name != "remax"])
 @pytest.mark.parametrize("score", [0.7, 0.1, 1 / 3])
 def test_a_group_of_equal_scores_says_nothing_at_all(name: str, score: float):
     for n in (3, 5, 6, 7):

@@ -97,9 +97,7 @@ def test_grpo_gradient_is_the_policy_gradient_where_nothing_clips_and_zero_where
         ("sapo", CLIP, 1.0, -1.0, 2 / 1.05, 1.0),
     ],
 )
-def test_other_losses_by_hand(
-    variant: str, clip: Clip, ratio: float, advantage: float, loss: float, gradient: float
-):
+def test_other_losses_by_hand(variant: str, clip: Clip, ratio: float, advantage: float, loss: float, gradient: float):
     facts = tokens([ratio], [advantage])
     facts.logprobs.requires_grad_()
     found = policy_loss_of(variant).loss_fn(facts, clip).loss
@@ -126,12 +124,7 @@ def test_geo_mean_by_hand():
 
 @pytest.mark.parametrize(
     ("kind", "value", "slope"),
-    [
-        ("k1", 0.5, 1.0),
-        ("abs", 0.5, 1.0),
-        ("k2", 0.125, 0.5),
-        ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5)),
-    ],
+    [("k1", 0.5, 1.0), ("abs", 0.5, 1.0), ("k2", 0.125, 0.5), ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5))],
 )
 def test_kl_by_hand(kind: KlType, value: float, slope: float):
     logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
@@ -182,16 +175,12 @@ def test_nothing_outside_of_the_mask_matters(variant: str, kl_type: KlType):
         vectors = {name: torch.tensor(np.where(mask, v, rubbish)) for name, v in values.items()}
         logprobs = vectors.pop("logprobs").requires_grad_()
         sample = torch.tensor([0, 0, 0, 1, 1, 1])
-        batch = tokens(
-            [1.0] * 6, [1.0] * 6, logprobs=logprobs, mask=mask, sample=sample, n_samples=2, **vectors
-        )
+        batch = tokens([1.0] * 6, [1.0] * 6, logprobs=logprobs, mask=mask, sample=sample, n_samples=2, **vectors)
         batch = replace(batch, weights=Correction("sequence", 2.0).weights(batch))
         loss, parts = policy_objective(batch, Normalizers(tokens=4, samples=2), config)
         loss.backward()
         assert logprobs.grad is not None
-        results.append(
-            (loss.item(), logprobs.grad.tolist(), {name: part.item() for name, part in parts.items()})
-        )
+        results.append((loss.item(), logprobs.grad.tolist(), {name: part.item() for name, part in parts.items()}))
     assert results[0] == results[1]
     assert results[0][1][2] == results[0][1][4] == 0.0
 
@@ -216,9 +205,7 @@ def test_metrics_of_kl_are_not_cut():
     """One of two tokens is e^5 times likelier than it was: 10 is what a loss would see of it at most."""
     facts = tokens([math.exp(5), 1.0], [1.0, 1.0])
     facts = replace(facts, ref_logprobs=facts.logprobs + facts.logprobs - facts.old_logprobs)
-    _, parts = policy_objective(
-        facts, Normalizers(tokens=2, samples=1), LossConfig("grpo", CLIP, "token-mean")
-    )
+    _, parts = policy_objective(facts, Normalizers(tokens=2, samples=1), LossConfig("grpo", CLIP, "token-mean"))
     sums = mismatch_sums(facts.logprobs, facts.old_logprobs, {"engine": facts.mask}, 2.0)
     for found in (parts["behaviour_kl"], parts["reference_kl"], sums["engine_k3"]):
         assert found.item() == pytest.approx(math.exp(5) - 6)

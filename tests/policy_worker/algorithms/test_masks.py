@@ -21,9 +21,7 @@ def test_by_hand():
 @given(st.lists(st.tuples(TOKENS, st.sampled_from([0.0, 1.0])), max_size=6), st.integers(1, 3))
 def test_each_is_the_longest_with_another_score(samples: list[tuple[np.ndarray, float]], minimum: int):
     responses, scores = [ids for ids, _ in samples], [score for _, score in samples]
-    for mine, score, found in zip(
-        responses, scores, shared_prefixes(responses, scores, minimum), strict=True
-    ):
+    for mine, score, found in zip(responses, scores, shared_prefixes(responses, scores, minimum), strict=True):
         lengths = [
             next(n for n in range(len(mine), -1, -1) if list(mine[:n]) == list(ids[:n]))
             for ids, other in samples
@@ -60,8 +58,6 @@ def test_masks_of_samples_by_hand():
     assert SampleMasks(mean_score_above=0.5).rows(table) == {"mean_score": {0, 1, 2, 3}}
     assert SampleMasks(failed_from_tokens=3).rows(table) == {"failed": {1, 2}}
     greedy = table.model_copy(update={"baseline": [False, True] * 4})
-    assert SampleMasks(True, 0.0).rows(greedy) == {"truncated": {0}, "mean_score": {2}}, (
-        "those are not trained"
-    )
+    assert SampleMasks(True, 0.0).rows(greedy) == {"truncated": {0}, "mean_score": {2}}, "those are not trained"
     everything = SampleMasks(True, 0.0, 1.0, 3).rows(table)
     assert everything == {"truncated": {0, 3}, "mean_score": {2, 3, 4, 6, 7}, "failed": {1, 2}}

@@ -30,8 +30,7 @@ def found(step: int, timeline: int = 0, lineage: list[tuple[int, int]] | None = 
 
 
 @pytest.mark.parametrize(
-    ("steps", "epochs", "expected"),
-    [(4, 0, [4, 8, 9]), (100, 1, [3, 6, 9]), (100, 2, [6, 9]), (4, 2, [4, 6, 8, 9])],
+    ("steps", "epochs", "expected"), [(4, 0, [4, 8, 9]), (100, 1, [3, 6, 9]), (100, 2, [6, 9]), (4, 2, [4, 6, 8, 9])]
 )
 def test_saves_come_by_steps_by_epochs_and_at_the_end(steps: int, epochs: int, expected: list[int]):
     rhythm = Rhythm(True, steps, epochs)
@@ -69,9 +68,7 @@ def names(kept: list[FoundCheckpoint], deleted: list[FoundCheckpoint]) -> list[i
 def test_what_stays(max_keep: int, preferred: int | None, held: list[int], expected: list[int]):
     complete = {step: found(step) for step in (10, 20, 30, 40, 50)}
     chosen = None if preferred is None else complete[preferred]
-    deleted = expired(
-        list(complete.values()), complete[50], chosen, [complete[step] for step in held], max_keep
-    )
+    deleted = expired(list(complete.values()), complete[50], chosen, [complete[step] for step in held], max_keep)
     assert names(list(complete.values()), deleted) == expected
 
 

@@ -55,7 +55,4 @@ def test_a_full_disk_is_named_and_costs_nothing_older(tmp_path: Path):
 @pytest.mark.slow
 def test_a_directory_that_cannot_be_written_is_named_before_training(tmp_path: Path):
     (found,) = run("forbidden", tmp_path)
-    assert (
-        f"checkpoints cannot be written to {tmp_path / '0' / 'checkpoints'}: Permission denied"
-        in found["error"]
-    )
+    assert f"checkpoints cannot be written to {tmp_path / '0' / 'checkpoints'}: Permission denied" in found["error"]

@@ -20,15 +20,7 @@ from safetensors import safe_open
 from policy_worker.background import Background
 from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.find import newest_snapshot
-from policy_worker.checkpoints.layout import (
-    BEST,
-    faults,
-    hash_of_file,
-    look,
-    rng_file,
-    state_files,
-    write_manifest,
-)
+from policy_worker.checkpoints.layout import BEST, faults, hash_of_file, look, rng_file, state_files, write_manifest
 from policy_worker.checkpoints.retention import Housekeeper
 from policy_worker.checkpoints.state import (
     apply_rng,
@@ -121,10 +113,7 @@ def test_a_missing_piece_is_noticed(tmp_path: Path, group: RankGroup):
 
 def test_what_is_read_takes_a_block_of_memory(tmp_path: Path):
     """Of 64 MB and 32; the largest resident memory counts pages of files."""
-    saved = {
-        "matrix": torch.arange(16 << 20, dtype=torch.float32).view(-1, 1024),
-        "number": torch.tensor(3.0),
-    }
+    saved = {"matrix": torch.arange(16 << 20, dtype=torch.float32).view(-1, 1024), "number": torch.tensor(3.0)}
     saved["halves"] = torch.full((16 << 20,), 0.5, dtype=torch.bfloat16)
     write_pieces(tmp_path / "model-00000.safetensors", pieces_of(saved))
     read = {key: torch.zeros_like(tensor) for key, tensor in saved.items()}
@@ -140,9 +129,7 @@ def test_another_optimizer_is_named(tmp_path: Path, group: RankGroup):
     save_state(trainer_of(group), tmp_path)
     config = make_config(train={"optm_name": "Muon"})
     trainer = Trainer(tiny_model(), config, group, Schedule(10))
-    with pytest.raises(
-        CheckpointError, match=r"its optimizer is another one.*momentum_buffer.*train\.optm_name"
-    ):
+    with pytest.raises(CheckpointError, match=r"its optimizer is another one.*momentum_buffer.*train\.optm_name"):
         load_state(trainer, tmp_path / "step-00000000", config)
 
 
@@ -182,9 +169,7 @@ def test_other_shapes_are_named(tmp_path: Path, group: RankGroup):
     save_state(trainer_of(group), tmp_path)
     trainer = trainer_of(group)
     trainer.model.lm.model.norm.weight = torch.nn.Parameter(torch.zeros(16))
-    with pytest.raises(
-        CheckpointError, match=r"model.lm.model.norm.weight is \(32,\) there and \(16,\) here"
-    ):
+    with pytest.raises(CheckpointError, match=r"model.lm.model.norm.weight is \(32,\) there and \(16,\) here"):
         load_model_state(trainer.model, tmp_path / "step-00000000")
 
 
@@ -243,10 +228,7 @@ def test_only_what_the_dead_left_is_removed(tmp_path: Path):
     (tmp_path / ".trash-0011").mkdir()
     (tmp_path / ".latest.0011").write_text("half")
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert holder.stdout is not None
@@ -319,9 +301,7 @@ def test_the_one_resumed_from_goes_when_the_next_is_complete(tmp_path: Path):
     old = make_checkpoint(tmp_path / "old", 3)
     new = make_checkpoint(tmp_path / "new", 4)
     for wanted in (False, True):
-        keeper = Housekeeper(
-            tmp_path / "new", CheckpointConfig(delete_after_load=wanted), Uploader((), tmp_path)
-        )
+        keeper = Housekeeper(tmp_path / "new", CheckpointConfig(delete_after_load=wanted), Uploader((), tmp_path))
         keeper.resumed_from(old)
         assert old.exists()
         keeper.tidy(look(new), {})

@@ -91,9 +91,7 @@ def test_a_run_continues_itself_whatever_it_began_from(tmp_path: Path):
 
 def test_resume_true_takes_the_newest_of_the_neighbours(tmp_path: Path, group: RankGroup):
     for number, name in enumerate(("x", "y", "z")):
-        make_checkpoint(
-            tmp_path / name / "checkpoints", 10 - number, latest=True, written_at=1000 + number % 2
-        )
+        make_checkpoint(tmp_path / name / "checkpoints", 10 - number, latest=True, written_at=1000 + number % 2)
     (tmp_path / "a").mkdir()
     found = choose(group, config_with(True), tmp_path / "a")
     assert found is not None
@@ -191,20 +189,13 @@ def test_damage_at_an_explicit_path_is_an_error(tmp_path: Path, group: RankGroup
 def test_no_whole_one_is_an_error_and_no_fresh_start(tmp_path: Path, group: RankGroup):
     path = make_checkpoint(tmp_path / "a" / "checkpoints", 10, latest=True)
     damage(path)
-    with pytest.raises(
-        DamagedCheckpointError, match=r"no checkpoint to resume from is whole.*begin a new run"
-    ):
+    with pytest.raises(DamagedCheckpointError, match=r"no checkpoint to resume from is whole.*begin a new run"):
         choose(group, config_with(True), tmp_path / "a")
     assert path.exists()
 
 
 def weights_before(
-    group: RankGroup,
-    run: Path,
-    step: int,
-    timeline: int = 0,
-    began_from: Any = "",
-    config: Config | None = None,
+    group: RankGroup, run: Path, step: int, timeline: int = 0, began_from: Any = "", config: Config | None = None
 ) -> tuple[str, int] | None:
     """Name and steps of what a replay of this step begins with."""
     found = before_step(group, config or make_config(), run, step, timeline, str(began_from))

@@ -50,9 +50,7 @@ def test_a_failed_save_beside_the_training_ends_it_by_name(tmp_path: Path, start
     last = look(checkpoints / "step-00000016")
     assert last.manifest.data is not None
     assert (last.manifest.data.position, last.manifest.epochs) == (128, 4)
-    assert [timeline for timeline, _ in last.manifest.lineage] == sorted(
-        {t for t, _ in last.manifest.lineage}
-    )
+    assert [timeline for timeline, _ in last.manifest.lineage] == sorted({t for t, _ in last.manifest.lineage})
     trained = losses(job)
 
     ckpt = {"load_contents": ["model"], "load_schedule": False}
@@ -63,9 +61,7 @@ def test_a_failed_save_beside_the_training_ends_it_by_name(tmp_path: Path, start
     assert "steps and data are counted from 0" in output
     assert losses(weights)[0] < 0.7 * trained[0]  # step 0, with weights that have learned
 
-    other = start(
-        supervised(model, train_batch_per_replica=16, max_num_steps=10, resume=str(last.path)), "other"
-    )
+    other = start(supervised(model, train_batch_per_replica=16, max_num_steps=10, resume=str(last.path)), "other")
     ((code, output),) = wait_ranks(other.start_policy())
     assert code == 2
     assert "CheckpointError" in output

@@ -109,12 +109,7 @@ def test_settings_of_an_older_config_json_go_on(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(config))
     (model / "generation_config.json").write_bytes(copied(model)["generation_config.json"])
     loaded = GenerationConfig.from_pretrained(model)
-    assert (loaded.do_sample, loaded.temperature, loaded.eos_token_id, loaded.bos_token_id) == (
-        True,
-        0.25,
-        2,
-        1,
-    )
+    assert (loaded.do_sample, loaded.temperature, loaded.eos_token_id, loaded.bos_token_id) == (True, 0.25, 2, 1)
 
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------
@@ -165,9 +160,7 @@ def test_files_of_a_hub_are_those_of_the_revision_in_its_cache(
     assert b"revision `v2`" in files["README.md"]
 
 
-def test_a_model_without_a_tokenizer_is_exported_without(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_without_a_tokenizer_is_exported_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = model_at(tmp_path / "m", tokenizer__json=None, tokenizer_config__json=None)
     assert copied(model).keys() == {"generation_config.json", "README.md"}
     assert "without a tokenizer" in caplog.text
@@ -195,9 +188,7 @@ def test_exports_prompt_as_training_did(tmp_path: Path, place: str, own: bool) -
     model, export = model_at(tmp_path / "m", **PLACES[place]), tmp_path / "export"
     (tmp_path / "own.jinja").write_text(OWN)
     trained = AutoTokenizer.from_pretrained(model)
-    values = (
-        {"rollout__multi_turn_config__custom_chat_template_path": str(tmp_path / "own.jinja")} if own else {}
-    )
+    values = {"rollout__multi_turn_config__custom_chat_template_path": str(tmp_path / "own.jinja")} if own else {}
     if own:
         trained.chat_template = OWN
     files = copied(model, **values)
@@ -209,9 +200,7 @@ def test_exports_prompt_as_training_did(tmp_path: Path, place: str, own: bool) -
     if trained.chat_template is not None:
         for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
             talk = [{"role": "user", "content": "w1 w2"}]
-            texts = [
-                each.apply_chat_template(talk, tools=tools, tokenize=False) for each in (loaded, trained)
-            ]
+            texts = [each.apply_chat_template(talk, tools=tools, tokenize=False) for each in (loaded, trained)]
             assert texts[0] == texts[1]
     settings = (model / "tokenizer_config.json").read_bytes()
     if own:  # and readers that know one of the places alone
@@ -220,10 +209,7 @@ def test_exports_prompt_as_training_did(tmp_path: Path, place: str, own: bool) -
         else:
             assert files["tokenizer_config.json"] == settings
         assert files["chat_template.jinja"].decode() == OWN
-        assert (
-            json.loads(files.get("chat_template.json", json.dumps({"chat_template": OWN})))["chat_template"]
-            == OWN
-        )
+        assert json.loads(files.get("chat_template.json", json.dumps({"chat_template": OWN})))["chat_template"] == OWN
         assert not any(name.startswith("additional") for name in files)
     else:
         assert files["tokenizer_config.json"] == settings

@@ -37,9 +37,7 @@ def states(trained: Any) -> list[torch.Tensor]:
     ],
     ids=str,
 )
-def test_where_it_is_changes_no_number(
-    train: dict[str, Any], group: RankGroup, monkeypatch: pytest.MonkeyPatch
-):
+def test_where_it_is_changes_no_number(train: dict[str, Any], group: RankGroup, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(offload, "NUMBERS", 3000)
     expected, metrics = run_here(group, grpo=GRPO, train=train, steps=3)
     for key in OFFLOADS if DEVICE.type == "cpu" else OFFLOADS[1:]:  # by the first one the host computes
@@ -62,9 +60,7 @@ def test_adapters_and_a_critic_have_the_same_numbers(group: RankGroup):
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_what_is_in_host_memory_is_saved_and_restored(
-    tmp_path, group: RankGroup, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_in_host_memory_is_saved_and_restored(tmp_path, group: RankGroup, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(offload, "NUMBERS", 3000)
     expected, _ = run_here(group, steps=4)
     for key in (*OFFLOADS, "none"):  # each goes on from what another has saved

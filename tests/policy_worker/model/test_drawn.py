@@ -29,8 +29,7 @@ def make_contexts(seed: int, reshaping: Reshaping) -> list[DrawnContext]:
         # Few different ids, so that penalties meet repetitions; 0 is held back and never drawn.
         ids = rng.integers(1, 8, len(mask)).astype(np.int32)
         sets = [
-            np.union1d(rng.choice(V, rng.integers(1, 9), replace=False), [ids[i]]).astype(np.int32)
-            for i in learned
+            np.union1d(rng.choice(V, rng.integers(1, 9), replace=False), [ids[i]]).astype(np.int32) for i in learned
         ]
         if row == 2:
             sets[0] = np.zeros(0, np.int32)

@@ -95,14 +95,9 @@ def test_no_tokens_still_reach_every_input():
 @pytest.mark.parametrize("chunk_elements", [CHUNK_ELEMENTS, 101 * 10, 1])
 def test_kl_over_the_vocabulary_equals_the_plain_one(chunk_elements: int):
     hidden, weight, _ = material()
-    states, matrix = (
-        (hidden.flip(0) * 0.5)[:, :7].contiguous(),
-        weight[:, :7].contiguous(),
-    )  # of another width
+    states, matrix = ((hidden.flip(0) * 0.5)[:, :7].contiguous(), weight[:, :7].contiguous())  # of another width
     inputs = (hidden.requires_grad_(), weight.requires_grad_())
-    found = token_kl(
-        hidden, Head(weight), Beside(states.detach(), Head(matrix.detach())), 0.7, chunk_elements
-    )
+    found = token_kl(hidden, Head(weight), Beside(states.detach(), Head(matrix.detach())), 0.7, chunk_elements)
     log_p = torch.log_softmax(hidden @ weight.T / 0.7, dim=1)
     expected = (log_p.exp() * (log_p - torch.log_softmax(states @ matrix.T / 0.7, dim=1))).sum(1)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -153,9 +148,7 @@ def test_shifted_scaled_and_capped_logits(bias, scale, softcap, chunk_elements: 
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
         weights = torch.linspace(-1, 2, 7, dtype=ours.dtype, device=DEVICE)
-        pairs = [
-            torch.autograd.grad((weights * one).sum(), leaves, retain_graph=True) for one in (ours, theirs)
-        ]
+        pairs = [torch.autograd.grad((weights * one).sum(), leaves, retain_graph=True) for one in (ours, theirs)]
         for a, b in zip(*pairs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
@@ -193,9 +186,7 @@ def test_logits_are_never_whole_in_memory(with_kl: bool):
     with Watch():
         loss = token_logprobs(hidden, Head(weight), labels, chunk_elements=v * 64).logprobs.sum()
         if with_kl:
-            other = Beside(
-                torch.zeros(k, 8, device=DEVICE), Head(torch.ones(v, 8, device=DEVICE), softcap=2.0)
-            )
+            other = Beside(torch.zeros(k, 8, device=DEVICE), Head(torch.ones(v, 8, device=DEVICE), softcap=2.0))
             head = Head(weight, softcap=3.0)
             loss = loss + token_kl(hidden, head, other, 1.0, v * 64).sum()
         loss.backward()

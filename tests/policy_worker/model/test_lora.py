@@ -156,10 +156,7 @@ def test_ranks_and_scales_are_those_of_peft(case: str):
         ({"target_modules": ["input_layernorm"]}, "no linear layer or embedding named 'input_layernorm'"),
         ({"target_modules": "q_proj"}, r"'q_proj' matches the whole name of no linear layer"),
         ({"target_modules": ["lm_head"]}, r"the output layer .* policy\.lora\.modules_to_save"),
-        (
-            {"target_modules": ["embed_tokens"]},
-            r"tied \(model\.embed_tokens\.weight and lm_head\.weight are one",
-        ),
+        ({"target_modules": ["embed_tokens"]}, r"tied \(model\.embed_tokens\.weight and lm_head\.weight are one"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save: lm_head .* is tied"),
         ({"modules_to_save": ["nrom"]}, r"modules_to_save: .* no module named 'nrom'; nearest: norm"),
         ({"r_pattern": {"q": 2}}, r"r_pattern: `q` matches the end of no adapted module's name"),
@@ -211,9 +208,7 @@ def test_recomputed_layers_give_the_same(path: Path, group: RankGroup):
 # ---- the reference --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "grpo", [KL, KL | {"kl_type": "full"}, {"kl_in_reward": {"beta": 0.1, "type": "full"}}]
-)
+@pytest.mark.parametrize("grpo", [KL, KL | {"kl_type": "full"}, {"kl_in_reward": {"beta": 0.1, "type": "full"}}])
 @pytest.mark.parametrize("case", ["everything", "whole head", "pissa"])
 def test_the_reference_within_the_policy_is_the_base(
     tmp_path: Path, group: RankGroup, case: str, grpo: dict[str, Any]
@@ -223,9 +218,7 @@ def test_the_reference_within_the_policy_is_the_base(
     adapters = CASES[case] if case in CASES else ALL | {"modules_to_save": ["lm_head"]}
     within, metrics = trained(group, config_of(tmp_path / "model", adapters, grpo), steps=3)
     assert isinstance(within.reference, EarlierPolicy)
-    apart = config_of(
-        tmp_path / "model", adapters, grpo, reference={"model_name_or_path": str(tmp_path / "same")}
-    )
+    apart = config_of(tmp_path / "model", adapters, grpo, reference={"model_name_or_path": str(tmp_path / "same")})
     other, expected = trained(group, apart, steps=3)
     exact = case != "pissa"  # whose base and first adapters add up to the model within rounding
     name = "reference_kl" if "kl_beta" in grpo else "loss"
@@ -292,9 +285,7 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path, path: Path, group:
     other = write_model(tmp_path / "other", seed=7)
     with pytest.raises(CheckpointError, match=rf"adapters are of another base than policy.*{other}"):
         trained(group, config_of(other, ALL), restored=found.path)
-    with pytest.raises(
-        CheckpointError, match=r'in the type that it had \(train.param_dtype = "torch.bfloat16"'
-    ):
+    with pytest.raises(CheckpointError, match=r'in the type that it had \(train.param_dtype = "torch.bfloat16"'):
         trained(group, config_of(path, ALL, train={"param_dtype": "bfloat16"}), restored=found.path)
     with pytest.raises(CheckpointError, match=r"q_proj\.lora_A.* is \(4, 32\) there and \(2, 32\) here"):
         trained(group, config_of(path, ALL | {"r": 2}), restored=found.path)
@@ -319,9 +310,7 @@ def test_all_exports_are_one_and_peft_loads_the_adapter(tmp_path: Path, group: R
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     command = [str(found.path), str(tmp_path / "offline"), "--config", str(tmp_path / "config.json")]
     assert export_command.main(command) == 0
-    expected = {
-        path.relative_to(tmp_path / "final"): path.read_bytes() for path in (tmp_path / "final").rglob("*.*")
-    }
+    expected = {path.relative_to(tmp_path / "final"): path.read_bytes() for path in (tmp_path / "final").rglob("*.*")}
     for directory in (found.path / "export", tmp_path / "offline"):
         files = {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*.*")}
         assert files == expected

@@ -130,10 +130,7 @@ def test_learned_tokens_are_counted_by_the_version_that_made_them():
 @pytest.mark.parametrize(("packed", "shares"), [(False, False), (True, False), (False, True), (True, True)])
 def test_tokens_see_only_their_own_sequence(packed: bool, shares: bool):
     """Log-probs of a sample are the same alone and in company, up to rounding."""
-    model, layout = (
-        tiny_model(packed=packed).to(DEVICE),
-        BatchLayout(packed, 61, DEVICE, 0.05 if shares else None),
-    )
+    model, layout = (tiny_model(packed=packed).to(DEVICE), BatchLayout(packed, 61, DEVICE, 0.05 if shares else None))
     rng = np.random.default_rng(0)
     prompt = [5, 6, 7, 8]
     samples = [
@@ -153,9 +150,7 @@ def test_tokens_see_only_their_own_sequence(packed: bool, shares: bool):
 
 
 @pytest.mark.parametrize("pieces", [2, 3, 8])
-@pytest.mark.parametrize(
-    "layout", [(False, None), (True, None), (False, 0.05)], ids=["padded", "packed", "shared"]
-)
+@pytest.mark.parametrize("layout", [(False, None), (True, None), (False, 0.05)], ids=["padded", "packed", "shared"])
 def test_each_piece_of_the_rows_predicts_its_tokens(layout: tuple[bool, float | None], pieces: int):
     samples = [
         sample_of(([11, 12, 13, 14], [0, 0, 1, 1])),
@@ -167,9 +162,7 @@ def test_each_piece_of_the_rows_predicts_its_tokens(layout: tuple[bool, float | 
     of_whole = whole.input_ids.reshape(-1)[whole.index].tolist()
     seen: list[int] = []
     for piece in range(pieces):
-        batch = collate(
-            samples, [0, 1, 2], BatchLayout(packed, 61, least_spared=spared, pieces=pieces, piece=piece)
-        )
+        batch = collate(samples, [0, 1, 2], BatchLayout(packed, 61, least_spared=spared, pieces=pieces, piece=piece))
         length = batch.input_ids.shape[1]
         assert length % pieces == 0
         assert length - whole.input_ids.shape[1] in range(pieces), "no longer than need be"

@@ -130,9 +130,7 @@ def test_windows_of_blocks_are_those_of_transformers(name: str, shared: bool):
     alone = []
     for sample in samples:
         ids = torch.from_numpy(sample.segments[0].token_ids.astype("int64"))[None]
-        alone.append(
-            torch.log_softmax(expected(input_ids=ids).logits[0, 3:-1], -1).gather(1, ids[0, 4:, None])[:, 0]
-        )
+        alone.append(torch.log_softmax(expected(input_ids=ids).logits[0, 3:-1], -1).gather(1, ids[0, 4:, None])[:, 0])
     torch.testing.assert_close(found.cpu(), torch.cat(alone), rtol=0, atol=rounding(2e-6))
 
 
@@ -153,21 +151,9 @@ def test_a_window_that_its_attention_is_not_told_of_is_noticed(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("config", "pieces", "reason"),
     [
-        (
-            LlamaConfig(**SMALL),
-            3,
-            r"cp_size = 3 does not divide the 4 attention heads.*write .* = 1 or 2 or 4",
-        ),
-        (
-            MambaConfig(vocab_size=53, hidden_size=16, state_size=4, num_hidden_layers=2),
-            2,
-            r"Mamba.*cannot be cut",
-        ),
-        (
-            GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1),
-            2,
-            r"cut: its attention is eager",
-        ),
+        (LlamaConfig(**SMALL), 3, r"cp_size = 3 does not divide the 4 attention heads.*write .* = 1 or 2 or 4"),
+        (MambaConfig(vocab_size=53, hidden_size=16, state_size=4, num_hidden_layers=2), 2, r"Mamba.*cannot be cut"),
+        (GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), 2, r"cut: its attention is eager"),
     ],
     ids=["heads", "state", "sinks"],
 )
@@ -192,14 +178,8 @@ def test_a_layer_that_looks_at_neighbours_cannot_be_cut():
     ("config", "reason"),
     [
         (OPTConfig(**SMALL, ffn_dim=48), r"OPTForCausalLM cannot be split between its layers: .*"),
-        (
-            MambaConfig(vocab_size=53, hidden_size=16, state_size=4, num_hidden_layers=2),
-            "Mamba.* cannot be split",
-        ),
-        (
-            GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1),
-            r"layers: its attention is eager",
-        ),
+        (MambaConfig(vocab_size=53, hidden_size=16, state_size=4, num_hidden_layers=2), "Mamba.* cannot be split"),
+        (GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), r"layers: its attention is eager"),
     ],
     ids=["learned positions", "state", "sinks"],
 )
@@ -267,9 +247,7 @@ def test_a_change_of_logits_that_is_not_applied_is_refused(name: str):
 
 
 def test_an_architecture_with_state_along_the_row_is_refused_for_packing_only():
-    config = MambaConfig(
-        vocab_size=53, hidden_size=16, state_size=4, num_hidden_layers=2, tie_word_embeddings=False
-    )
+    config = MambaConfig(vocab_size=53, hidden_size=16, state_size=4, num_hidden_layers=2, tie_word_embeddings=False)
     prepare_model(from_config(config), packed=False, recompute=False)
     with pytest.raises(SettingsError, match="sequence_packing = false"):
         prepare_model(from_config(config), packed=True, recompute=False)
@@ -284,9 +262,7 @@ def test_loads_in_the_master_type_and_without_dropout(tmp_path: Path):
     assert model.training
     assert model.lm.model.layers[0].self_attn.attention_dropout == 0.0
     assert model.dropout == {"attention_dropout": 0.25}
-    half = load_model(
-        make_config(policy={"model_name_or_path": str(tmp_path)}, train={"master_dtype": "bfloat16"})
-    )
+    half = load_model(make_config(policy={"model_name_or_path": str(tmp_path)}, train={"master_dtype": "bfloat16"}))
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
 
 
@@ -305,13 +281,9 @@ def test_entries_of_its_configuration_are_replaced(tmp_path: Path):
         SettingsError, match=r"policy\.override_config\.rms_norm_epz(?s:.*)did you mean 'rms_norm_eps'"
     ):
         load_model(overridden(rms_norm_epz=0.1))
-    with pytest.raises(
-        SettingsError, match=r"override_config\.attention_dropout(?s:.*)dropout is off in training"
-    ):
+    with pytest.raises(SettingsError, match=r"override_config\.attention_dropout(?s:.*)dropout is off in training"):
         load_model(overridden(attention_dropout=0.1))
-    with pytest.raises(
-        SettingsError, match=r"override_config\.hidden_size = 'wide' is not taken by the model"
-    ):
+    with pytest.raises(SettingsError, match=r"override_config\.hidden_size = 'wide' is not taken by the model"):
         load_model(overridden(hidden_size="wide"))
 
 
@@ -339,14 +311,9 @@ def test_an_export_is_of_the_configured_model(tmp_path: Path):
     same = write_model(tmp_path / "same", seed=1)
     loaded = load_model(config, str(same)).read_weights(CPU).lm.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tiny_lm(seed=1).state_dict().items())
-    for layers, said in (
-        (1, r"lacks weights: model\.layers\.1"),
-        (3, r"that this model does not: model\.layers\.2"),
-    ):
+    for layers, said in ((1, r"lacks weights: model\.layers\.1"), (3, r"that this model does not: model\.layers\.2")):
         tiny_lm(layers=layers).save_pretrained(tmp_path / "other")
-        with pytest.raises(
-            SettingsError, match=rf"other as a model of policy\.model_name_or_path = .*{said}"
-        ):
+        with pytest.raises(SettingsError, match=rf"other as a model of policy\.model_name_or_path = .*{said}"):
             load_model(config, str(tmp_path / "other"))
 
 

@@ -122,9 +122,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", ADAPTERS)
-def test_a_model_with_adapters_is_what_transformers_and_peft_make(
-    tmp_path: Path, group: RankGroup, case: str
-):
+def test_a_model_with_adapters_is_what_transformers_and_peft_make(tmp_path: Path, group: RankGroup, case: str):
     """In 16 bits but for what trains; the random numbers that follow are the same as well."""
     name, keys = ADAPTERS[case]
     policy = {"model_name_or_path": write_family(tmp_path, name), "lora": {"r": 4, "lora_alpha": 8, **keys}}
@@ -172,9 +170,7 @@ def test_one_file_with_ties_stored_twice(tmp_path: Path):
         assert_same(load_model(config).read_weights(CPU).lm, loaded.lm)
 
 
-def test_stored_tensors_that_the_model_has_no_place_for_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_stored_tensors_that_the_model_has_no_place_for_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     tiny_lm().save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     save_file(stored | {"visual.weight": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
@@ -187,8 +183,7 @@ def test_a_checkpoint_of_another_model_is_named(tmp_path: Path):
     facts = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(facts | {"intermediate_size": 40}))
     with pytest.raises(
-        SettingsError,
-        match=r"cannot be loaded: its .*\.down_proj\.weight is \[32, 48\] in the .* \[32, 40\] by",
+        SettingsError, match=r"cannot be loaded: its .*\.down_proj\.weight is \[32, 48\] in the .* \[32, 40\] by"
     ):
         load_model(make_config(policy={"model_name_or_path": str(tmp_path)}))
 
@@ -237,9 +232,7 @@ def test_a_model_without_weights_is_proved_by_a_copy_with_a_layer_of_each_kind(
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_copy_shows_what_an_architecture_does_to_logits(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_copy_shows_what_an_architecture_does_to_logits(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
     AutoModelForCausalLM.from_config(HEADS[name]).save_pretrained(tmp_path)
     config = make_config(policy={"model_name_or_path": str(tmp_path)})
     assert load_model(config).weights is not None
@@ -311,9 +304,7 @@ def test_ranks_that_cut_layers_hold_together_what_transformers_reads(
         (2, 3, 0.75, STAGES, True),
         pytest.param(4, 12, 0.35, {}, False, marks=pytest.mark.soak),
         pytest.param(4, 12, 0.35, {}, True, marks=pytest.mark.soak),
-        pytest.param(
-            4, 12, 0.4, {"pp_size": 4, "dp_shard_size": 1}, False, marks=pytest.mark.soak
-        ),  # holds 0.32
+        pytest.param(4, 12, 0.4, {"pp_size": 4, "dp_shard_size": 1}, False, marks=pytest.mark.soak),  # holds 0.32
         pytest.param(4, 12, 0.35, STAGES | {"tp_size": 2}, True, marks=pytest.mark.soak),
     ],
 )

@@ -65,9 +65,7 @@ def samples_of(n: int = 3) -> list[TrainSample]:
 
 
 def batch_of(samples: list[TrainSample], mixtures: Mixtures | None = MIXTURES, **layout: Any) -> MicroBatch:
-    return collate(
-        samples, [*range(len(samples))], BatchLayout(True, VOCABULARY, mixtures=mixtures, **layout)
-    )
+    return collate(samples, [*range(len(samples))], BatchLayout(True, VOCABULARY, mixtures=mixtures, **layout))
 
 
 def learn(model: PolicyModel, batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -105,9 +103,7 @@ def test_experts_of_each_kind_of_model_can_be_chosen(config: PreTrainedConfig, e
 
 
 def test_models_without_experts_or_with_other_routers_are_refused() -> None:
-    with pytest.raises(
-        SettingsError, match=r'routing_replay = "ids": Qwen3ForCausalLM has no layers of experts'
-    ):
+    with pytest.raises(SettingsError, match=r'routing_replay = "ids": Qwen3ForCausalLM has no layers of experts'):
         replay_routing(PolicyModel(tiny_lm()), "ids")
     for config in (
         PhimoeConfig(**SMALL, num_local_experts=4),
@@ -139,9 +135,7 @@ def test_a_mixture_says_what_its_recorded_experts_say(wanted: str) -> None:
     if wanted == "weights":
         known = (ids >= 0).all(1, keepdim=True)
         gates = torch.where(known, weights[0, :, 0].double() + of_router - of_router.detach(), of_router)
-    said = torch.stack(
-        [block.experts(hidden[0], torch.full((5, 1), e), torch.ones(5, 1)) for e in range(4)], 1
-    )
+    said = torch.stack([block.experts(hidden[0], torch.full((5, 1), e), torch.ones(5, 1)) for e in range(4)], 1)
     expected = (said.gather(1, chosen[..., None].expand(-1, -1, 32)) * gates[..., None]).sum(1)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     (a,), (b,) = (torch.autograd.grad(one.square().sum(), [block.gate.weight]) for one in (found, expected))
@@ -167,9 +161,7 @@ def test_what_the_model_would_choose_itself_changes_nothing() -> None:
     assert model.routing_replay is not None
     assert model.routing_replay.take_seen() == [ids.shape[1] * 2, 0], "each choice, of which none differs"
     assert model.routing_replay.take_seen() == [0, 0]
-    found = learn(
-        model, replace(batch, routing=RoutingRecord(torch.full_like(ids, OWN).to(torch.int16), weights))
-    )
+    found = learn(model, replace(batch, routing=RoutingRecord(torch.full_like(ids, OWN).to(torch.int16), weights)))
     assert_alike(found, expected)
     assert model.routing_replay.take_seen() == [0, 0], "nothing was recorded"
     learn(model, batch)
@@ -181,9 +173,7 @@ def test_what_the_model_would_choose_itself_changes_nothing() -> None:
     assert model.routing_replay.take_seen() == [0, 0]
 
 
-@pytest.mark.parametrize(
-    "prepared", [{"recompute": True}, {"recompute": True, "parts": ["experts"]}], ids=str
-)
+@pytest.mark.parametrize("prepared", [{"recompute": True}, {"recompute": True, "parts": ["experts"]}], ids=str)
 def test_what_is_computed_again_chooses_again_as_recorded(prepared: dict[str, Any]) -> None:
     expected, model = learn(mixture(), batch_of(samples_of())), mixture(**prepared)
     assert_alike(learn(model, batch_of(samples_of())), expected)
@@ -275,20 +265,14 @@ def test_segments_have_records_of_their_own_and_samples_may_lack_them() -> None:
 def test_records_of_other_models_are_refused() -> None:
     samples = samples_of()
     (segment,) = samples[0].segments
-    huge = np.zeros(
-        (len(segment.token_ids) - 1, 2, 2**16), np.uint8
-    )  # of all tokens it would be too much memory
+    huge = np.zeros((len(segment.token_ids) - 1, 2, 2**16), np.uint8)  # of all tokens it would be too much memory
     broken = replace(samples[0], segments=[replace(segment, experts=(huge, None))])
     with pytest.raises(BadBatchError, match="ids up to 0 of 65536 experts"):
         batch_of([broken])
-    with pytest.raises(
-        BadBatchError, match=r"ids up to 3 of 2 experts in each of 2 mixtures.*3 mixtures of 4"
-    ):
+    with pytest.raises(BadBatchError, match=r"ids up to 3 of 2 experts in each of 2 mixtures.*3 mixtures of 4"):
         batch_of(samples, Mixtures(3, 4))
     with pytest.raises(BadBatchError, match="2 mixtures of 3: engine and trainer have other models"):
         batch_of(samples, Mixtures(2, 3))
     more = [TrainSample.of_wire(one) for one in with_experts(random_samples(2), 2, 4, per_token=3)]
-    with pytest.raises(
-        BadBatchError, match="engine chose 3 experts for a token, and this model's routers choose 2"
-    ):
+    with pytest.raises(BadBatchError, match="engine chose 3 experts for a token, and this model's routers choose 2"):
         mixture()(batch_of(more))

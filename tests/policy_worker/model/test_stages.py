@@ -27,9 +27,7 @@ def test_layers_are_dealt_evenly():
 def tiny_of(kind: str, **shape: Any) -> PreTrainedModel:
     """A model of another architecture, in the usual size. shape: entries of its configuration."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, vocab_size=VOCABULARY, **(TINY | shape))
-    )
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=VOCABULARY, **(TINY | shape)))
 
 
 def cuts(make: Any, ranks: int, chunks: int = 1) -> Iterator[Backbone]:
@@ -64,9 +62,7 @@ def test_stages_have_every_parameter_once_under_its_name(kind: str, shape: dict[
         assert stages is not None
         own = {name: tensor for name, tensor in model.state_dict().items() if not stages.has_elsewhere(name)}
         assert not own.keys() & found.keys()
-        assert model.state_dict().keys() - own.keys() == (
-            {stages.tied} if stages.tied and stages.has_last else set()
-        )
+        assert model.state_dict().keys() - own.keys() == ({stages.tied} if stages.tied and stages.has_last else set())
         found |= own
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())

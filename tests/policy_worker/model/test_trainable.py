@@ -170,7 +170,5 @@ def test_a_head_of_its_own_trains_alone():
 
 
 def test_routers_need_experts():
-    with pytest.raises(
-        SettingsError, match=r"critic\.freeze_moe_router = true: no router .* Qwen3ForCausalLM"
-    ):
+    with pytest.raises(SettingsError, match=r"critic\.freeze_moe_router = true: no router .* Qwen3ForCausalLM"):
         freeze(tiny_lm(), None, routers=True, section="critic")

@@ -46,16 +46,7 @@ def of_algorithms() -> list[dict[str, Any]]:
     critic = [case | {"exact": True} for case in with_critic()]
     mixture = {"model": {"family": "qwen3_moe"}, "samples": SAMPLES}
     replayed = mixture | {"grpo": GRPO | {"routing_replay": "weights"}} | PACKED
-    return [
-        everything,
-        everything | PACKED,
-        taught,
-        *critic,
-        with_penalties()[1],
-        short,
-        recomputed,
-        replayed,
-    ]
+    return [everything, everything | PACKED, taught, *critic, with_penalties()[1], short, recomputed, replayed]
 
 
 def of_families(families: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -68,9 +59,7 @@ def of_families(families: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def check(
-    directory: Path, group: RankGroup, world: int, mesh: dict[str, int], cases: list[dict[str, Any]]
-) -> None:
+def check(directory: Path, group: RankGroup, world: int, mesh: dict[str, int], cases: list[dict[str, Any]]) -> None:
     found = run_each(directory, world, [{"mesh": mesh, **case} for case in cases])
     for case, (tensors, metrics) in zip(cases, found, strict=True):
         alone, expected = run_here(group, **case)

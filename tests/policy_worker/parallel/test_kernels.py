@@ -72,15 +72,10 @@ def test_compiled_layers_recompute_and_offload_parts(group: RankGroup, train: di
     assert_equal(gradients(found), gradients(expected), CLOSE)
 
 
-LORA: dict[str, Any] = {
-    "policy": {"lora": {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}}
-}
+LORA: dict[str, Any] = {"policy": {"lora": {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}}}
 AGAIN: dict[str, Any] = {"policy": {"model_gradient_checkpointing": True}}
 MESHES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
-    (
-        {"dp_shard": 2},
-        [{"sections": AGAIN}, {"sections": LORA}, {"grpo": GRPO | {"advantage_estimator": "gae"}}],
-    ),
+    ({"dp_shard": 2}, [{"sections": AGAIN}, {"sections": LORA}, {"grpo": GRPO | {"advantage_estimator": "gae"}}]),
     ({"tp": 2}, [{}, {"sections": AGAIN}, {"sections": LORA}]),
     ({"tp": 2, "sequence": True}, [{}, {"sections": AGAIN}]),
     ({"cp": 2}, [{}]),
@@ -130,10 +125,7 @@ def test_fp8_rounds_what_linear_layers_of_decoder_layers_read():
             lambda model: use_liger(model, lambda: torch.zeros(1)),
             r"enable_liger_kernel = true .*liger-kernel.*\[liger\]",
         ),
-        (
-            lambda model: convert_to_fp8(model, FP8Config(enable_fp8=True)),
-            r"enable_fp8 = true .*torchao.*\[8bit\]",
-        ),
+        (lambda model: convert_to_fp8(model, FP8Config(enable_fp8=True)), r"enable_fp8 = true .*torchao.*\[8bit\]"),
     ],
 )
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, use: Any, package: str):

@@ -101,9 +101,7 @@ def test_a_model_that_is_beyond_float16_is_an_error(group: RankGroup):
 
 def test_policy_and_critic_have_scales_of_their_own(group: RankGroup):
     options: dict[str, Any] = {"grpo": {"advantage_estimator": "gae"}, "train": FLOAT16}
-    before, _ = run_here(
-        group, grpo={"advantage_estimator": "gae", "mu_iterations": 1}, train={"optm_lr": 0.0}
-    )
+    before, _ = run_here(group, grpo={"advantage_estimator": "gae", "mu_iterations": 1}, train={"optm_lr": 0.0})
     tensors, (metrics,) = run_here(group, scales=[1024.0, OVERFLOWING], **options)
     assert (metrics["loss_scale"], metrics["critic/loss_scale"]) == (1024.0, OVERFLOWING / 2)
     assert (metrics["skipped_steps"], metrics["critic/skipped_steps"]) == (0.0, 1.0)
@@ -132,8 +130,7 @@ def test_the_scale_is_restored(tmp_path: Path, group: RankGroup):
 def test_supervised_training_in_float16(tmp_path: Path, group: RankGroup):
     write_rows(tmp_path / "data")
     exact, found = (
-        train_step(make_sft(group, tmp_path / "data", param_dtype=dtype), 0)
-        for dtype in ("float32", "float16")
+        train_step(make_sft(group, tmp_path / "data", param_dtype=dtype), 0) for dtype in ("float32", "float16")
     )
     assert found["loss"] == pytest.approx(exact["loss"], rel=1e-3)
     assert found["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.01)
@@ -155,9 +152,7 @@ def test_small_gradients_live_on_with_a_scale_and_vanish_without(group: RankGrou
     assert found[FIRST] > 0.95
 
 
-LORA: dict[str, Any] = {
-    "policy": {"lora": {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}}
-}
+LORA: dict[str, Any] = {"policy": {"lora": {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}}}
 MESHES = [
     ({"dp_shard": 2}, [{"sections": LORA}, {"train": FLOAT16 | {"fsdp_reduce_dtype": "float16"}}]),
     ({"tp": 2}, [{"grpo": GRPO | {"advantage_estimator": "gae"}}, {"sections": LORA}]),

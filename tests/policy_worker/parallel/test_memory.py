@@ -48,9 +48,7 @@ def test_two_shards(tmp_path: Path):
     ways = [{key: True} for key in (*OFFLOADS, "parks")]
     ways += [{"overlap_grad_reduce": False, "fsdp_gradient_offload": True, "optimizer_offload": True}]
     ways += [{"fsdp_wrap_layers": ["Qwen3Attention", "Qwen3MLP"]}, {"fsdp_wrap_min_params": 3000}]
-    ways += [
-        {"overlap_grad_reduce": False, "fsdp_offload": True, "fsdp_wrap_layers": ["Linear"], "again": True}
-    ]
+    ways += [{"overlap_grad_reduce": False, "fsdp_offload": True, "fsdp_wrap_layers": ["Linear"], "again": True}]
     train = {"param_dtype": "bfloat16", "optm_name": "Muon"}
     assert_alike(tmp_path / "2", 2, {"dp_shard": 2}, model("qwen3") | {"train": train}, *ways)
 

@@ -55,9 +55,7 @@ def test_coordinates_are_those_of_the_mesh(shape: tuple[int, ...], data: st.Data
         mesh = device_mesh(sizes, "cpu")
         assert mesh.size() == sizes.ranks
         assert mesh["dp_shard"].size() == sizes.dp_shard
-        assert mesh.get_coordinate() == tuple(
-            coordinates(mesh, rank)[name] for name in mesh.mesh_dim_names or ()
-        )
+        assert mesh.get_coordinate() == tuple(coordinates(mesh, rank)[name] for name in mesh.mesh_dim_names or ())
         where = [coordinates(mesh, other) for other in range(sizes.ranks)]
     pairs = [(at["dp_replicate"], at["dp_shard"]) for at in where]
     assert [sizes.data_rank(other) for other in range(sizes.ranks)] == [

@@ -49,11 +49,7 @@ def everything() -> list[dict[str, Any]]:
     In float64 where rounding would add up over steps.
     """
     several = {"steps": 2, "grpo": GRPO | EVERYTHING | {"mu_iterations": 2}}
-    taught = {
-        "grpo": GRPO | EVERYTHING,
-        "sections": {"teacher": TEACHERS},
-        "train": {"sequence_packing": True},
-    }
+    taught = {"grpo": GRPO | EVERYTHING, "sections": {"teacher": TEACHERS}, "train": {"sequence_packing": True}}
     few = {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1, "entropy_coeff": 0.1}}
     return [
         model("phi3", tie=False) | several | {"exact": True, "answers": {"0": ["gone", "anew"]}},
@@ -234,13 +230,7 @@ def test_two_ranks_that_have_stages_equal_one(tmp_path: Path, group: RankGroup):
     assert_one(tmp_path / "2", group, 2, {"pp": 2}, cases)
 
 
-STAGED = [
-    {"pp": 4},
-    {"pp": 2, "dp_shard": 2},
-    {"pp": 2, "dp_replicate": 2},
-    {"pp": 2, "tp": 2},
-    {"pp": 2, "cp": 2},
-]
+STAGED = [{"pp": 4}, {"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "cp": 2}]
 
 
 @pytest.mark.soak
@@ -409,9 +399,7 @@ def test_a_critic_goes_on_in_another_mesh(tmp_path: Path, group: RankGroup):
     layers, stages = {"roles": {"critic": {"tp_size": 2}}}, {"roles": {"critic": {"pp_size": 2}}}
     plain = {"whole": gae, "adapters": gae | {"sections": adapters}}
     cases = []
-    for (name, options), (first, then) in zip(
-        plain.items(), ((layers, stages), (stages, layers)), strict=True
-    ):
+    for (name, options), (first, then) in zip(plain.items(), ((layers, stages), (stages, layers)), strict=True):
         saved, again = str(tmp_path / name), {"first_step": 2, "steps": 3}
         begun = options | first | {"steps": 2, "save": saved, "save_step": 2, "mesh": {"dp_shard": 2}}
         state = {"restore": f"{saved}/step-00000002"}
@@ -470,12 +458,10 @@ OF_ROLES: list[dict[str, Any]] = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "mesh",
-    [{"dp_shard": 4}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}, {"cp": 2, "dp_replicate": 2}],
+    "mesh", [{"dp_shard": 4}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}, {"cp": 2, "dp_replicate": 2}]
 )
 def test_roles_on_four_ranks_equal_one(tmp_path: Path, group: RankGroup, mesh: dict[str, int]):
     cases = [
-        with_roles(reference=one, critic=OF_ROLES[number - 3])[number % 2]
-        for number, one in enumerate(OF_ROLES)
+        with_roles(reference=one, critic=OF_ROLES[number - 3])[number % 2] for number, one in enumerate(OF_ROLES)
     ]
     assert_one(tmp_path / "4", group, 4, mesh, cases)

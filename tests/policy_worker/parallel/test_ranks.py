@@ -93,11 +93,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path: Path, group: RankGroup):
     # samples of versions 0 to 3 in turn, at step 3
-    old: dict[str, Any] = {
-        "samples": {**SAMPLES, "version": [0, 1, 2, 3] * 2 + [0]},
-        "first_step": 3,
-        "steps": 4,
-    }
+    old: dict[str, Any] = {"samples": {**SAMPLES, "version": [0, 1, 2, 3] * 2 + [0]}, "first_step": 3, "steps": 4}
     grpo = {**GRPO, "allowed_outdated_steps": 3}
     alone, expected = run_here(group, grpo=grpo, **old)
     # the store loses payloads, and then a batch, under the ranks: they ask again, all of them
@@ -126,9 +122,7 @@ def test_two_ranks_that_train_a_part_equal_one(tmp_path: Path, group: RankGroup)
     assert_equal(gradients(tensors), gradients(alone), 2e-5)
     assert_equal(tensors, alone, 2e-5)
     start = tiny_lm().state_dict()
-    assert torch.equal(
-        tensors["model.layers.0.mlp.up_proj.weight"], start["model.layers.0.mlp.up_proj.weight"]
-    )
+    assert torch.equal(tensors["model.layers.0.mlp.up_proj.weight"], start["model.layers.0.mlp.up_proj.weight"])
     assert metrics[1]["grad_norm"] == pytest.approx(expected[1]["grad_norm"], rel=rounding(2e-5))
 
 
@@ -177,11 +171,7 @@ def test_several_ranks_equal_one_whatever_the_algorithm(
     # the first with passes over all samples, empty micro-batches, packed, and guessed ahead
     random, size = Random(world), {"max_token_len_per_mini_batch": 25}
     whole = {"grpo": GRPO | EVERYTHING, "samples": SAMPLES, "steps": 2}
-    parted = whole | {
-        "grpo": GRPO | EVERYTHING | size,
-        "train": {"sequence_packing": True},
-        "ahead": "partly",
-    }
+    parted = whole | {"grpo": GRPO | EVERYTHING | size, "train": {"sequence_packing": True}, "ahead": "partly"}
     taught = whole | {"sections": {"teacher": [*TEACHERS, far]}, "steps": 1}
     pairs = [
         (whole, parted),
@@ -262,9 +252,7 @@ def test_two_copies_of_two_shards_are_saved_once_and_go_on_anywhere(tmp_path: Pa
 @pytest.mark.parametrize(
     ("reshard", "impl"), [("always", "fused"), pytest.param("never", "for-loop", marks=pytest.mark.soak)]
 )
-def test_more_ranks_than_samples_over_several_steps(
-    tmp_path: Path, group: RankGroup, reshard: str, impl: str
-):
+def test_more_ranks_than_samples_over_several_steps(tmp_path: Path, group: RankGroup, reshard: str, impl: str):
     options: dict[str, Any] = {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1}, "steps": 3}
     options["train"] = {"optm_impl": impl, "fsdp_reshard_after_forward": reshard}
     expected, _ = run_here(group, **options)
@@ -285,18 +273,13 @@ def test_bfloat16_parameters_and_float32_masters(group: RankGroup):
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     "train",
-    [
-        {"optm_impl": "fused"},
-        *({"optm_impl": "foreach", "param_dtype": dtype} for dtype in ("bfloat16", "float16")),
-    ],
+    [{"optm_impl": "fused"}, *({"optm_impl": "foreach", "param_dtype": dtype} for dtype in ("bfloat16", "float16"))],
     ids=str,
 )
 def test_state_restores_bit_for_bit(tmp_path: Path, group: RankGroup, train: dict[str, Any]):
     straight, _ = run_here(group, train=train, steps=4)
     run_here(group, train=train, steps=2, save=str(tmp_path / "s"))
-    again, _ = run_here(
-        group, train=train, first_step=2, steps=4, restore=str(tmp_path / "s" / "step-00000000")
-    )
+    again, _ = run_here(group, train=train, first_step=2, steps=4, restore=str(tmp_path / "s" / "step-00000000"))
     assert_equal(again, straight, 0.0)
 
 
@@ -360,10 +343,7 @@ def test_a_whole_reference_on_devices_of_its_own_equals_a_sharded_one(tmp_path: 
         "grpo": GRPO | {"kl_beta": 0.1, "kl_type": "full", "reference_reset_interval": 2},
         "train": {"optm_lr": 1e-2, "optm_warmup_steps": 0},
     }
-    apart = {
-        "placement": {"policy": [0, 1], "reference": [2, 3]},
-        "policy": {"parallelism": {"dp_shard_size": 2}},
-    }
+    apart = {"placement": {"policy": [0, 1], "reference": [2, 3]}, "policy": {"parallelism": {"dp_shard_size": 2}}}
     expected, metrics = run_here(group, steps=4, **options)
     saved = {"save": str(tmp_path / "s"), "save_step": 3}
     run(tmp_path / "2", 2, steps=3, sections=apart, **saved, **options)

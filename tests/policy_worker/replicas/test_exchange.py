@@ -126,15 +126,11 @@ def test_who_is_left_computes_what_is_missing(place: Place) -> None:
         one.parts.add_up(place.exchange(0, 2, 1.0, epoch=2), Round(0, 5, 0, 2, (1, 1), 0))
     one.exchange = place.exchange(0, 1, epoch=3)
     found = one.step(Round(0, 5, 0, 3, (2,), 0))
-    assert all(
-        torch.equal(mine, theirs) for mine, theirs in zip(found, summed(2), strict=True) if mine is not None
-    )
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, summed(2), strict=True) if mine is not None)
 
 
 def test_a_new_epoch_ends_the_waiting(place: Place) -> None:
-    members = [
-        one.result() for one in at_once([lambda me=me: Member(place.exchange(me, 2)) for me in (0, 1)])
-    ]
+    members = [one.result() for one in at_once([lambda me=me: Member(place.exchange(me, 2)) for me in (0, 1)])]
     began = time.monotonic()
     threading.Timer(0.3, lambda: setattr(place, "reason", "epoch 2 has begun")).start()
     with pytest.raises(ExchangeEnded, match=r"t0-s5-n0-e1.*: epoch 2 has begun"):

@@ -187,9 +187,7 @@ def test_who_is_of_another_kind_or_computes_other_numbers_is_out_and_the_job_goe
     crew.start("policy-2", "tests.policy_worker.odd_program", "code")
     (other,) = crew.ranks.pop("policy-2")
     assert other.wait(PATIENCE) == 6, "a restart would not help it"
-    assert (
-        "cannot train with policy-0.2, it is of another kind: code: of another build, not" in other.output()
-    )
+    assert "cannot train with policy-0.2, it is of another kind: code: of another build, not" in other.output()
     crew.start("policy-3")
     status = crew.finish()
     assert status.step == steps
@@ -272,9 +270,7 @@ def test_the_leader_of_reinforcement_dies_and_the_next_one_publishes(
         crew.job.wait_for(lambda: "members=2" in crew.text(), "a step of both")
         crew.kill("policy-0")
         player.go_on()
-        crew.job.wait_for(
-            lambda: "members=1" in crew.ranks["policy-1"][0].output(), "a step of the other one"
-        )
+        crew.job.wait_for(lambda: "members=1" in crew.ranks["policy-1"][0].output(), "a step of the other one")
         crew.start("policy-0")
         status = crew.finish()
         player.finish()

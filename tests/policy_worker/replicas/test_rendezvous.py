@@ -41,9 +41,7 @@ def ranks(world: int, meeting: str = "first") -> list[RankEnvironment]:
 
 def test_three_ranks_meet_whoever_is_first(served: ServedController) -> None:
     with ThreadPoolExecutor(3) as pool:
-        found = [
-            pool.submit(meet, rank, environment(served), ShutdownRequest()) for rank in reversed(ranks(3))
-        ]
+        found = [pool.submit(meet, rank, environment(served), ShutdownRequest()) for rank in reversed(ranks(3))]
         stores = [future.result(60.0) for future in found]
     stores[0].set("said", "by rank 2")
     assert [store.get("said") for store in stores] == [b"by rank 2"] * 3
@@ -55,22 +53,16 @@ def test_three_ranks_meet_whoever_is_first(served: ServedController) -> None:
         socket.create_connection(("127.0.0.2", meeting.port), 5.0)
 
 
-def test_a_rank_0_that_cannot_be_reached_is_named(
-    served: ServedController, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_0_that_cannot_be_reached_is_named(served: ServedController, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "REACH", 0.1)
     port = free_port()
     with Client(served.url, TOKENS["policy"]) as client:
         client.send(api.announce("first", Meeting(address="127.0.0.1", port=port, host="node-0")))
-    with pytest.raises(
-        RendezvousError, match=f"cannot reach rank 0 on node-0 at 127.0.0.1:{port}.*open the ports"
-    ):
+    with pytest.raises(RendezvousError, match=f"cannot reach rank 0 on node-0 at 127.0.0.1:{port}.*open the ports"):
         meet(ranks(2)[1], environment(served), ShutdownRequest())
 
 
-def test_ranks_that_do_not_come_are_counted(
-    served: ServedController, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_do_not_come_are_counted(served: ServedController, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "PATIENCE", 0.1)
     monkeypatch.setattr(rendezvous, "POLL", 0.1)
     with pytest.raises(RendezvousError, match="1 of 2 ranks came"):

@@ -47,12 +47,7 @@ def test_settings_come_from_the_configuration():
     ).train  # fmt: skip
     optimizer = Optimizer([with_gradient(1.0)], OptimizerSettings.of_config(train))
     (group,) = optimizer.optimizers[0].param_groups
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
-        2e-4,
-        (0.8, 0.95),
-        1e-5,
-        0.2,
-    )
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (2e-4, (0.8, 0.95), 1e-5, 0.2)
     assert (group["foreach"], group["fused"]) == (False, False)
     assert optimizer.peak_lr == 2e-4
 
@@ -61,9 +56,7 @@ def test_clipping_scales_all_gradients_to_the_norm():
     parameters = [with_gradient(3.0, 0.0), with_gradient(4.0)]
     optimizer = Optimizer(parameters, OptimizerSettings(**{**SETTINGS.__dict__, "grad_norm_clip": 1.0}))
     seen: list[float] = []
-    optimizer.optimizers[0].register_step_pre_hook(
-        lambda *_: seen.extend(p.grad.norm().item() for p in parameters)
-    )
+    optimizer.optimizers[0].register_step_pre_hook(lambda *_: seen.extend(p.grad.norm().item() for p in parameters))
     assert optimizer.step(1.0) == pytest.approx(5.0)
     assert seen == pytest.approx([0.6, 0.8], rel=1e-5)
 
@@ -110,9 +103,7 @@ def test_adam_adds_its_decay_to_the_gradient():
 @pytest.mark.parametrize("impl", ["foreach", "for-loop", "fused"])
 def test_sgd_with_momentum_by_hand(impl: str):
     parameter = with_gradient(1.0, start=0.0)
-    optimizer = Optimizer(
-        [parameter], replace(SETTINGS, name="SGD", momentum=0.5, weight_decay=0.0, impl=impl)
-    )
+    optimizer = Optimizer([parameter], replace(SETTINGS, name="SGD", momentum=0.5, weight_decay=0.0, impl=impl))
     moved = []
     for factor in (1.0, 1.0, 0.5):  # momentum: 1, 1.5, 1.75
         parameter.grad = torch.ones_like(parameter)
@@ -211,9 +202,7 @@ def test_an_optimizer_whose_library_is_missing_is_refused_by_name(monkeypatch: p
     monkeypatch.setitem(sys.modules, "torchao", None)
     parameter = nn.Parameter(torch.zeros(128, 64))
     settings = replace(SETTINGS, name="AdamW8bit", section="critic")
-    with pytest.raises(
-        SettingsError, match=r'critic\.optm_name = "AdamW8bit" needs .*torchao.*\[8bit\].*"AdamW"'
-    ):
+    with pytest.raises(SettingsError, match=r'critic\.optm_name = "AdamW8bit" needs .*torchao.*\[8bit\].*"AdamW"'):
         Optimizer([parameter], settings)
 
 

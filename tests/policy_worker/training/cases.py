@@ -12,15 +12,9 @@ KL_TYPES = ("k1", "abs", "k2", "k3", "full")
 CORRECTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"use_decoupled_loss": True, "behav_imp_weight_cap": 1.5},
-    {
-        "use_decoupled_loss": True,
-        "rollout_correction": {"reject": "token", "reject_below": 0.8, "reject_above": 1.3},
-    },
+    {"use_decoupled_loss": True, "rollout_correction": {"reject": "token", "reject_below": 0.8, "reject_above": 1.3}},
     *({"rollout_correction": {"weights": kind, "cap": 1.2}} for kind in ("token", "sequence")),
-    *(
-        {"rollout_correction": {"reject": kind, "reject_above": 1.1}}
-        for kind in ("token", "sequence", "geometric")
-    ),
+    *({"rollout_correction": {"reject": kind, "reject_above": 1.1}} for kind in ("token", "sequence", "geometric")),
     {
         "rollout_correction": {
             "weights": "token",
@@ -49,11 +43,7 @@ def algorithm(random: Random) -> dict[str, Any]:
         **random.choice(CORRECTIONS),
     }
     if random.random() < 0.6:
-        found |= {
-            "kl_beta": 0.1,
-            "kl_type": random.choice(KL_TYPES),
-            "unbiased_kl_estimate": random.random() < 0.3,
-        }
+        found |= {"kl_beta": 0.1, "kl_type": random.choice(KL_TYPES), "unbiased_kl_estimate": random.random() < 0.3}
     if random.random() < 0.3:
         found["kl_in_reward"] = {"beta": 0.1, "type": random.choice(KL_TYPES)}
     if random.random() < 0.3:

@@ -75,17 +75,12 @@ def naive_loss(model: ValueModel, old: ValueModel, samples: list[Sample], config
     ("critic", "train"),
     [
         ({}, {}),
-        (
-            {"loss_type": "seq-mean-token-sum", "value_clip": 0.01, "mini_batch": 12},
-            {"sequence_packing": True},
-        ),
+        ({"loss_type": "seq-mean-token-sum", "value_clip": 0.01, "mini_batch": 12}, {"sequence_packing": True}),
         ({"loss_type": "seq-mean-token-mean", "max_token_len_per_mini_batch": 40}, {}),
     ],
     ids=str,
 )
-def test_one_optimizer_step_equals_the_naive_one(
-    group: RankGroup, critic: dict[str, Any], train: dict[str, Any]
-):
+def test_one_optimizer_step_equals_the_naive_one(group: RankGroup, critic: dict[str, Any], train: dict[str, Any]):
     # of the second pass over the batch, so that values have moved away from the old ones
     samples = with_common_prompts(random_samples(12, n_masked=1))
     keys = {"mu_iterations": 2, "optm_lr": 3e-3, "optm_grad_norm_clip": 0.0, **critic}
@@ -165,9 +160,7 @@ def test_a_critic_of_another_vocabulary_is_refused(tmp_path: Path):
     lm.resize_token_embeddings(64)
     lm.save_pretrained(tmp_path / "other")
     config = make_config(GAE, critic={"model_name_or_path": str(tmp_path / "other")})
-    with pytest.raises(
-        SettingsError, match=r"other' has 64 tokens, and policy.model_name_or_path = .* has 61"
-    ):
+    with pytest.raises(SettingsError, match=r"other' has 64 tokens, and policy.model_name_or_path = .* has 61"):
         load_critic(config, tiny_model())
 
 

@@ -78,9 +78,7 @@ def trained(
     return metrics, found
 
 
-def assert_equal_gradients(
-    a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 2e-6
-) -> None:
+def assert_equal_gradients(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 2e-6) -> None:
     """Every gradient equal up to `rounding`, relative to the largest entry of that parameter's."""
     assert a.keys() == b.keys()
     for name, gradient in a.items():
@@ -120,10 +118,7 @@ def test_equals_an_independent_implementation(group: RankGroup, options: dict[st
 KL = [
     *({"kl_beta": 0.2, "kl_type": kind} for kind in ("k1", "abs", "k2", "k3", "full")),
     {"kl_beta": 0.2, "unbiased_kl_estimate": True, "loss_type": "seq-mean-token-mean"},
-    *(
-        {"kl_in_reward": {"beta": 0.1, "type": kind}, "unbiased_advantage": True}
-        for kind in ("k1", "k3", "full")
-    ),
+    *({"kl_in_reward": {"beta": 0.1, "type": kind}, "unbiased_advantage": True} for kind in ("k1", "k3", "full")),
 ]
 
 
@@ -157,8 +152,7 @@ def test_prefixes_shared_by_good_and_bad_answers_are_left_out(group: RankGroup):
                 left_out += 2
     assert left_out > 6
     changed = [
-        replace(s, header=s.header.model_copy(update={"response_tokens": int(s.loss_mask.sum())}))
-        for s in samples
+        replace(s, header=s.header.model_copy(update={"response_tokens": int(s.loss_mask.sum())})) for s in samples
     ]
     model = tiny_model()
     loss = grpo_loss(model.lm, changed, make_config(options).grpo)
@@ -257,9 +251,7 @@ CORRECTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", CORRECTIONS, ids=str)
-def test_weights_of_the_old_policy_equal_an_independent_implementation(
-    group: RankGroup, options: dict[str, Any]
-):
+def test_weights_of_the_old_policy_equal_an_independent_implementation(group: RankGroup, options: dict[str, Any]):
     samples, model = random_samples(8, n_masked=1), tiny_model()
     loss = grpo_loss(model.lm, samples, make_config(options).grpo)
     loss.backward()
@@ -318,9 +310,7 @@ def test_experts_are_replayed_in_the_policy_alone(group: RankGroup):
         algorithm = made(with_experts(random_samples(4, version=step), 2, 4), step)
         trainer, seen = algorithm._trainer, []
         trainer.model.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(("policy", given[0])))
-        trainer.reference.register_forward_pre_hook(
-            lambda _, given, seen=seen: seen.append(("other", given[0]))
-        )
+        trainer.reference.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(("other", given[0])))
         metrics = train_step(algorithm, step)
         assert ("mismatch/unreplayed_k3" in metrics) is (step == 10)
         assert metrics.get("mismatch/unreplayed_k3") != metrics["mismatch/engine_k3"]
@@ -409,16 +399,12 @@ def test_a_token_that_was_not_in_its_set_is_a_bad_batch(group: RankGroup):
     for sample in samples:
         sample.kept_ids[:5] = (sample.kept_ids[0] + 7) % 61
     algorithm = make_grpo(group, make_config(rollout={"sampling_config": DRAWN}), encode_step(samples))
-    with pytest.raises(
-        BadBatchError, match=r"sample 0 .*generated token 0 is \d+, which is not among the 5 ids"
-    ):
+    with pytest.raises(BadBatchError, match=r"sample 0 .*generated token 0 is \d+, which is not among the 5 ids"):
         train_step(algorithm, 0)
 
 
 def test_samples_without_their_sets_end_the_job(group: RankGroup):
-    algorithm = make_grpo(
-        group, make_config(rollout={"sampling_config": DRAWN}), encode_step(random_samples(8))
-    )
+    algorithm = make_grpo(group, make_config(rollout={"sampling_config": DRAWN}), encode_step(random_samples(8)))
     with pytest.raises(SettingsError, match=r"which ids its tokens were drawn from.*start anew"):
         train_step(algorithm, 0)
 
@@ -498,11 +484,7 @@ CUTS = [
 def test_no_cut_of_the_batch_changes_loss_or_gradient(
     group: RankGroup, cut: tuple[dict[str, Any], dict[str, Any]], kind: dict[str, Any]
 ):
-    samples, options, (grpo, train) = (
-        with_common_prompts(random_samples(12, n_masked=1)),
-        {**RICH, **kind},
-        cut,
-    )
+    samples, options, (grpo, train) = (with_common_prompts(random_samples(12, n_masked=1)), {**RICH, **kind}, cut)
     whole, expected = trained(group, samples, {"mini_batch": 12, **options})
     metrics, gradients = trained(group, samples, {**options, **grpo}, train)
     assert metrics["loss"] == pytest.approx(whole["loss"], rel=rounding(2e-6))
@@ -524,9 +506,7 @@ def test_recomputing_activations_changes_nothing(group: RankGroup):
     samples = random_samples()
     config = make_config({}, {"optm_grad_norm_clip": 0.0})
     norms = [
-        train_step(make_grpo(group, config, encode_step(samples), tiny_model(recompute=recompute)), 0)[
-            "grad_norm"
-        ]
+        train_step(make_grpo(group, config, encode_step(samples), tiny_model(recompute=recompute)), 0)["grad_norm"]
         for recompute in (False, True)
     ]
     assert norms[0] == norms[1]
@@ -538,9 +518,7 @@ BASE: dict[str, Any] = {"epsilon_low": 0.1, "epsilon_high": 0.1}
 def test_greedy_samples_are_nothing_but_baselines(group: RankGroup):
     """A step with a greedy sample behind each group trains like one without, whose scores are the differences."""
     samples, bases = cut_short(random_samples(12, n_masked=1)), [1.5, 0.0, -0.5]
-    samples[5].header = samples[5].header.model_copy(
-        update={"score": 0.0}
-    )  # as good as the greedy one: it is idle
+    samples[5].header = samples[5].header.model_copy(update={"score": 0.0})  # as good as the greedy one: it is idle
     differences = [
         replace(s, header=s.header.model_copy(update={"score": s.header.score - bases[number // 4]}))
         if s.header.score is not None
@@ -562,15 +540,9 @@ def test_greedy_samples_are_nothing_but_baselines(group: RankGroup):
             group, encode_step(differences), {**options, "whiten_advantages": False}, "reinforce_plus_plus"
         )
         assert_equal_gradients(weights, expected, 2e-5)
-        same = {
-            "loss",
-            "entropy",
-            "samples",
-            "tokens",
-            "response_tokens_mean",
-            "optimizer_steps",
-            "grad_norm",
-        } - ({"entropy"} if skips else set())
+        same = {"loss", "entropy", "samples", "tokens", "response_tokens_mean", "optimizer_steps", "grad_norm"} - (
+            {"entropy"} if skips else set()
+        )
         assert {name: metrics[name] for name in same} == {name: pytest.approx(plain[name]) for name in same}
         assert (metrics["computed_fraction"] < plain["computed_fraction"]) is skips
         assert metrics["greedy_score"] == pytest.approx(1 / 3)
@@ -586,9 +558,7 @@ def with_parts(samples: list[Sample], place: int, share: float) -> list[Sample]:
         header = sample.header
         at = min(header.prompt_tokens + place, header.total_tokens - 1)
         part = share * (header.score or 0.0)
-        return replace(
-            sample, part_positions=np.array([at], np.int32), part_values=np.array([part], np.float32)
-        )
+        return replace(sample, part_positions=np.array([at], np.int32), part_values=np.array([part], np.float32))
 
     return [of(sample) for sample in samples]
 
@@ -611,10 +581,7 @@ def test_a_payload_that_contradicts_its_mark_is_refused(group: RankGroup):
     table = make_table(samples).model_copy(update={"baseline": [False, False, False, True]})
     with pytest.raises(BadBatchError, match="baseline are"):
         decode_payload(table, 3, encode_sample(samples[3]))
-    assert (
-        decode_payload(table, 2, encode_sample(samples[2])).learned_tokens
-        == samples[2].header.response_tokens
-    )
+    assert decode_payload(table, 2, encode_sample(samples[2])).learned_tokens == samples[2].header.response_tokens
 
 
 def after_a_step(

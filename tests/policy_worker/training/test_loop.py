@@ -86,9 +86,7 @@ def test_a_deferred_version_is_published_as_soon_as_the_one_before_is_through(
     assert algorithm.waits == ([] if publishes else [POLL_OWED if publisher.owed else POLL])
 
 
-def test_a_wait_that_a_publication_ends_is_a_part_of_the_steps_wait(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_wait_that_a_publication_ends_is_a_part_of_the_steps_wait(loop: Loop, monkeypatch: pytest.MonkeyPatch):
     """The clock ticks once for each question, so a wait takes as many seconds as there were questions meanwhile."""
     ticks = itertools.count()
     monkeypatch.setattr("policy_worker.training.loop.time.monotonic", lambda: float(next(ticks)))

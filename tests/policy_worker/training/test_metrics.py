@@ -18,14 +18,7 @@ from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
-from policy_worker.training.metrics import (
-    Metrics,
-    PartSums,
-    SampleCollector,
-    age_metrics,
-    age_sums,
-    table_metrics,
-)
+from policy_worker.training.metrics import Metrics, PartSums, SampleCollector, age_metrics, age_sums, table_metrics
 from schema.config import Config
 from schema.wire.batch import encode_batch
 from schema.wire.messages import MOST_TRAINED, CommitRequest
@@ -63,25 +56,14 @@ def test_ages_beyond_the_sixteenth_are_reported_together():
 
 def test_a_group_says_something_if_its_answers_differ_from_the_greedy_one():
     def without_variance(bases: list[float]) -> float:
-        samples = [
-            make_sample(at % 2, [5], [7], [-1.0], score) for at, score in enumerate([1.0, 1.0, 0.0, 0.0])
-        ]
+        samples = [make_sample(at % 2, [5], [7], [-1.0], score) for at, score in enumerate([1.0, 1.0, 0.0, 0.0])]
         table = make_table(with_baselines(samples, bases, 2) if bases else samples, 3 if bases else 2)
         metrics = table_metrics(table, [0.0] * table.n_samples, {})
-        assert (metrics["samples"], metrics["response_tokens_mean"], metrics["reward/right"]) == (
-            4.0,
-            1.0,
-            0.5,
-        )
+        assert (metrics["samples"], metrics["response_tokens_mean"], metrics["reward/right"]) == (4.0, 1.0, 0.5)
         assert metrics.get("greedy_score") == (sum(bases) / 2 if bases else None)
         return metrics["zero_variance_fraction"]
 
-    assert [without_variance(bases) for bases in ([], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0])] == [
-        1.0,
-        1.0,
-        0.5,
-        0.0,
-    ]
+    assert [without_variance(bases) for bases in ([], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0])] == [1.0, 1.0, 0.5, 0.0]
 
 
 STEP, BOUND = 5, 4
@@ -290,9 +272,7 @@ def test_a_commit_has_room_for_the_samples_it_shows(
     logprobs = torch.full([len(sample)], -1.2345678e20)
     kept.add(MicroBatch(*[torch.empty(0)] * 5, sample, list(range(n))), logprobs)
     found = kept.gather(group, [-1 / 3] * n)
-    request = CommitRequest(
-        request_id="12345678", replica_id="p", incarnation=1, policy_epoch=1, samples=found
-    )
+    request = CommitRequest(request_id="12345678", replica_id="p", incarnation=1, policy_epoch=1, samples=found)
     assert len(request.model_dump_json()) <= limit // 2 + 200
     assert len(found) == with_advantage
     assert sum(len(one.logprobs) == tokens[one.index] for one in found) == whole

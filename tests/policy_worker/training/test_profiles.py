@@ -79,9 +79,7 @@ def test_a_window_goes_from_its_warm_up_to_its_last_step() -> None:
     assert later.name(0) == "step-00000009-rank0.json.gz"
 
 
-def test_a_step_that_comes_too_soon_for_its_warm_up_has_a_shorter_one_and_one_that_has_begun_is_refused() -> (
-    None
-):
+def test_a_step_that_comes_too_soon_for_its_warm_up_has_a_shorter_one_and_one_that_has_begun_is_refused() -> None:
     soon = ProfileWindow.of_order(ORDER.model_copy(update={"first_step": 5}), 4)
     assert (soon.first, soon.warmup, soon.phase(4)) == (5, 1, "warm-up")
     with pytest.raises(ValueError, match="step 3 had begun"):
@@ -152,9 +150,7 @@ def files_of(size: int) -> Iterator[None]:
     ("size", "fault", "there"),
     [(512, "too large", []), (1500, "disk full", [".txt"]), (1 << 20, "", [".json.gz", ".txt"])],
 )
-def test_a_disk_that_is_full_leaves_no_half_trace(
-    tmp_path: Path, size: int, fault: str, there: list[str]
-) -> None:
+def test_a_disk_that_is_full_leaves_no_half_trace(tmp_path: Path, size: int, fault: str, there: list[str]) -> None:
     """In between it takes the table, and not what torch writes, which says nothing of it."""
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         torch.ones(3).sum()

@@ -105,16 +105,12 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own():
 def test_the_order_depends_on_seed_and_position_alone():
     order = RowOrder(50, 2, seed=1, shuffle=True)
     whole = order.rows(0, 100)
-    assert [
-        row for start in range(0, 100, 8) for row in RowOrder(50, 2, 1, True).rows(start, start + 8)
-    ] == whole
+    assert [row for start in range(0, 100, 8) for row in RowOrder(50, 2, 1, True).rows(start, start + 8)] == whole
     assert RowOrder(50, 2, seed=2, shuffle=True).rows(0, 100) != whole
     assert RowOrder(3, 2, seed=1, shuffle=False).rows(0, 6) == [0, 1, 2, 0, 1, 2]
 
 
-def validating(
-    group: RankGroup, path: Path, validation: dict[str, Any], total: int = 100, **train: Any
-) -> Sft:
+def validating(group: RankGroup, path: Path, validation: dict[str, Any], total: int = 100, **train: Any) -> Sft:
     config = sft_config({"mini_batch": 3}, train, validation={"enable": True, **validation})
     trainer = Trainer(tiny_model(packed=config.train.sequence_packing), config, group, Schedule(100))
     return Sft(config, trainer, path / "d", HeldOut(config, trainer, path / "held", total))
@@ -122,9 +118,7 @@ def validating(
 
 @pytest.mark.parametrize("train", [{}, {"sequence_packing": True}], ids=str)
 @pytest.mark.parametrize("validation", [{}, {"batch_size": 4}], ids=str)
-def test_validation_is_the_mean_over_held_out_tokens(
-    tmp_path: Path, group: RankGroup, validation: Any, train: Any
-):
+def test_validation_is_the_mean_over_held_out_tokens(tmp_path: Path, group: RankGroup, validation: Any, train: Any):
     write_rows(tmp_path / "d", seed=1)
     rows = write_rows(tmp_path / "held", 7, seed=2)
     algorithm = validating(group, tmp_path, {"freq": 2, **validation}, total=3, epoch=3, **train)

@@ -68,9 +68,7 @@ def finished(client: TeacherClient) -> TeacherClient:
 
 
 @pytest.mark.parametrize("keys", LOSSES, ids=lambda keys: keys["loss"])
-def test_it_teaches_what_a_local_model_teaches(
-    group: RankGroup, server: TeacherServer, keys: dict[str, Any]
-) -> None:
+def test_it_teaches_what_a_local_model_teaches(group: RankGroup, server: TeacherServer, keys: dict[str, Any]) -> None:
     samples = random_samples(8, n_masked=1)
     far = [{"name": "one", "url": server.url, "served_model": SERVED, **keys}]
     metrics, gradients = trained(group, samples, {}, teacher=far)
@@ -95,9 +93,7 @@ def test_it_teaches_what_a_local_model_teaches(
         ("refuses", "POST /v1/completions is refused with HTTP 400: .*--max-logprobs"),
     ],
 )
-def test_an_answer_of_something_else_is_an_error_by_name(
-    server: TeacherServer, fault: str, message: str
-) -> None:
+def test_an_answer_of_something_else_is_an_error_by_name(server: TeacherServer, fault: str, message: str) -> None:
     server.fault = fault
     with pytest.raises(TeacherError, match=rf"^teacher far \({server.url}\): {message}"):
         asked(client_of(server))
@@ -186,9 +182,7 @@ def test_a_server_without_tokenize_is_taken() -> None:
         meet(server, lambda text: [1, 2, 3])
 
 
-def test_no_proxy_gets_what_goes_to_a_plain_teacher(
-    server: TeacherServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_proxy_gets_what_goes_to_a_plain_teacher(server: TeacherServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy", "all_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://me:secret@127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy"):

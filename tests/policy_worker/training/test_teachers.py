@@ -102,9 +102,7 @@ def test_no_cut_changes_the_gradient(group: RankGroup, keys: dict[str, Any], pac
 
 def test_metrics_are_means_per_token(group: RankGroup) -> None:
     samples = random_samples(8)
-    metrics, _ = trained(
-        group, samples, {}, teacher=[teacher(weight=0.0)], train={"metrics_of_all_samples": True}
-    )
+    metrics, _ = trained(group, samples, {}, teacher=[teacher(weight=0.0)], train={"metrics_of_all_samples": True})
     lm, gap, n = tiny_model(seed=2).lm, 0.0, 0
     with torch.no_grad():
         for sample in samples:

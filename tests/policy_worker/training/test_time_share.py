@@ -62,9 +62,7 @@ def test_everything_leaves_the_devices_and_training_goes_on_as_without(
             for one in (trainer, trainer.critic):
                 assert one is not None
                 for number, parameter in enumerate(one.model.parameters()):
-                    parameter.grad = torch.cos(torch.arange(parameter.numel()) + number + step).view_as(
-                        parameter
-                    )
+                    parameter.grad = torch.cos(torch.arange(parameter.numel()) + number + step).view_as(parameter)
                 one.step(step)
         taken.give()
         assert sizes(moved) == {0}
@@ -83,9 +81,7 @@ def test_everything_leaves_the_devices_and_training_goes_on_as_without(
     }  # fmt: skip
 
 
-def test_the_devices_are_given_for_each_wait_and_asked_for_until_they_are_free(
-    loop: Loop, group: RankGroup
-) -> None:
+def test_the_devices_are_given_for_each_wait_and_asked_for_until_they_are_free(loop: Loop, group: RankGroup) -> None:
     devices = Devices(refusals=2)
     loop._time_share = turns(group, devices)
     metrics = loop.train_step(Scripted(None, "batch"), 0)

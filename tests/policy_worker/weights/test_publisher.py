@@ -25,9 +25,7 @@ def test_a_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prove(DirectoryStore(tmp_path / "store"), strict=True)
     assert list((tmp_path / "store").iterdir()) == []
     (tmp_path / "file").touch()
-    with pytest.raises(
-        SettingsError, match=r"weight_sync\.store: .*file.* cannot be written: .*name another"
-    ):
+    with pytest.raises(SettingsError, match=r"weight_sync\.store: .*file.* cannot be written: .*name another"):
         prove(DirectoryStore(tmp_path / "file"), strict=True)
     prove(DirectoryStore(tmp_path / "file"), strict=False)
     assert "weights will not be published as things stand" in caplog.text
@@ -36,7 +34,5 @@ def test_a_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_a_bucket(objects: ObjectStore) -> None:
     prove(open_store(f"s3://{BUCKET}/some/where"), strict=True)
     assert objects.keys(BUCKET) == []
-    with pytest.raises(
-        SettingsError, match=r"weight_sync\.store: s3://nowhere/x cannot be written: .*create it"
-    ):
+    with pytest.raises(SettingsError, match=r"weight_sync\.store: s3://nowhere/x cannot be written: .*create it"):
         prove(open_store("s3://nowhere/x"), strict=True)

@@ -96,9 +96,7 @@ def start(tmp_path: Path, valkey: ValkeyServer) -> Iterator[Any]:
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert {n: (t.shape, bits(t)) for n, t in found.items()} == {
-        n: (t.shape, bits(t)) for n, t in expected.items()
-    }
+    assert {n: (t.shape, bits(t)) for n, t in found.items()} == {n: (t.shape, bits(t)) for n, t in expected.items()}
 
 
 def read_manifest(store: DirectoryStore, piece: Piece) -> WeightManifest:
@@ -165,9 +163,7 @@ def test_every_version_has_the_bits_of_its_moment(start: Any, world: int) -> Non
         ]
     metrics = json.loads((outcome.out / "metrics.json").read_text())
     assert metrics["publish_density"] == 0.0
-    assert {
-        f"publish_{stage}_seconds" for stage in ("gather", "encode", "write", "announce")
-    } <= metrics.keys()
+    assert {f"publish_{stage}_seconds" for stage in ("gather", "encode", "write", "announce")} <= metrics.keys()
 
 
 @pytest.mark.parametrize("world", WORLDS[:2])
@@ -198,9 +194,7 @@ def test_who_is_asked_to_leave_does_not_wait_for_a_store_that_fails(start: Any) 
 
 def test_a_version_that_is_given_up_while_leaving_stops_no_checkpoint(start: Any) -> None:
     """The step that was under way is committed, its version is owed, and the replica goes on to save and leave."""
-    outcome = start().run(
-        2, "publish", "settle", "hold", "publish", "leave", "stopped", "owe", "owe", "settle"
-    )
+    outcome = start().run(2, "publish", "settle", "hold", "publish", "leave", "stopped", "owe", "owe", "settle")
     assert (outcome.out / "settled").read_text() == "False"
     assert outcome.forms == ["full"]
 
@@ -231,9 +225,7 @@ def test_replicas_that_can_read_nothing_get_the_same_version_in_full(start: Any)
 
 
 def test_without_deltas_every_version_is_full(start: Any) -> None:
-    outcome = start(weight_sync={"encoding": "full"}).run(
-        1, *["touch 97", "publish", "touch 7", "settle"] * 3
-    )
+    outcome = start(weight_sync={"encoding": "full"}).run(1, *["touch 97", "publish", "touch 7", "settle"] * 3)
     assert outcome.forms == ["full"] * 3
     for number, publication in enumerate(outcome.publications):
         assert_equal(weights(outcome, publication), outcome.expected(number))

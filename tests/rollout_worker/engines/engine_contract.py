@@ -70,9 +70,7 @@ def encode(text: str) -> list[int]:
     return ids
 
 
-def request(
-    prompt: str | list[int], settings: SamplingSettings, seeds: Sequence[int] = (11,)
-) -> GenerationRequest:
+def request(prompt: str | list[int], settings: SamplingSettings, seeds: Sequence[int] = (11,)) -> GenerationRequest:
     ids = encode(prompt) if isinstance(prompt, str) else prompt
     return GenerationRequest(f"r{next(_ids)}", ids, tuple(seeds), settings)
 
@@ -288,9 +286,7 @@ SETTINGS = {
 
 
 @contextmanager
-def running(
-    contract: type[EngineContract], root: Path, *, loaded: bool = True, **sections: Any
-) -> Iterator[Subject]:
+def running(contract: type[EngineContract], root: Path, *, loaded: bool = True, **sections: Any) -> Iterator[Subject]:
     """The engine of a contract, booted and, if it is to be loaded, with its first weights."""
     torch.set_num_threads(1)
     models = [random_model(seed) for seed in (1, 2)]
@@ -327,11 +323,7 @@ class EngineContract:
     @classmethod
     def config(cls, model: Path, **sections: Any) -> Config:
         changes = {
-            "policy": {
-                "model_name_or_path": str(model),
-                "model_max_length": MAX_LEN,
-                **sections.pop("policy", {}),
-            },
+            "policy": {"model_name_or_path": str(model), "model_max_length": MAX_LEN, **sections.pop("policy", {})},
             "train": {"param_dtype": "float32", "train_policy": {"type": "grpo"}},
             "rollout": {
                 "backend": cls.backend,
@@ -370,9 +362,7 @@ class EngineContract:
     def test_the_first_ratio_on_policy_is_one(self, subject: Subject, tmp_path: Path, name: str) -> None:
         self._check_ratio(subject, tmp_path, RESHAPED[name])
 
-    def test_raw_log_probs_are_those_of_the_softmax_or_refused(
-        self, subject: Subject, tmp_path: Path
-    ) -> None:
+    def test_raw_log_probs_are_those_of_the_softmax_or_refused(self, subject: Subject, tmp_path: Path) -> None:
         greedy = SamplingSettings(24, temperature=0.0, repetition_penalty=1.3, correction="raw")
         for temperature in (0.6, 1.0, 1.5):
             sampling = RAW | {"temperature": temperature}
@@ -559,9 +549,7 @@ class EngineContract:
             max_tokens=40, ignore_eos=True, stop=("never!", string), include_stop_str_in_output=include
         )
         sample = subject.one(request(PROMPTS[2], settings, (seed,)))
-        first = next(
-            n for n in range(1, 41) if string in tokenizer().decode(tokens[:n], skip_special_tokens=True)
-        )
+        first = next(n for n in range(1, 41) if string in tokenizer().decode(tokens[:n], skip_special_tokens=True))
         assert sample.token_ids.tolist() == tokens[:first]
         assert (sample.finish_reason, sample.stop_reason) == ("stop", string)
 
@@ -598,9 +586,7 @@ class EngineContract:
                 return
         pytest.fail("no update met a running sample")
 
-    def _check_versions(
-        self, subject: Subject, requests: list[GenerationRequest], found: list[Generation]
-    ) -> int:
+    def _check_versions(self, subject: Subject, requests: list[GenerationRequest], found: list[Generation]) -> int:
         """How many samples are of both weights; the log-probs of all are right."""
         by_id = {one.request_id: one for one in requests}
         mixed = 0
@@ -682,9 +668,7 @@ class EngineContract:
         wanted = request(PROMPTS[0], SamplingSettings(max_tokens=12))
         check_logprobs(plain, wanted, subject.one(wanted))
 
-    def test_several_deltas_at_once_and_a_full_version_between(
-        self, subject: Subject, versions: Versions
-    ) -> None:
+    def test_several_deltas_at_once_and_a_full_version_between(self, subject: Subject, versions: Versions) -> None:
         model = copy.deepcopy(subject.models[0])
         subject.follow(versions, versions.publish(model, 1))
         modes = []
@@ -788,14 +772,10 @@ class EngineContract:
         assert set(token_versions(sample)) == {5}
         check_logprobs(model, wanted, sample)
 
-    def test_after_a_failure_everything_is_loaded(
-        self, subject: Subject, versions: Versions, tmp_path: Path
-    ) -> None:
+    def test_after_a_failure_everything_is_loaded(self, subject: Subject, versions: Versions, tmp_path: Path) -> None:
         model = copy.deepcopy(subject.models[0])
         subject.follow(versions, versions.publish(model, 4))
-        wrong = fetch(
-            tmp_path / "wrong", publish_model(tmp_path / "wrong", random_model(1, num_hidden_layers=1), 9)
-        )
+        wrong = fetch(tmp_path / "wrong", publish_model(tmp_path / "wrong", random_model(1, num_hidden_layers=1), 9))
         with pytest.raises(WeightMismatch):
             subject.run(subject.engine.load_weights(wrong, 9))
         subject.version = -1

@@ -28,9 +28,7 @@ def hash_of(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def tally_of(
-    tensors: dict[str, torch.Tensor],
-    kept: dict[str, torch.Tensor],
-    copy: dict[str, torch.Tensor] | None = None,
+    tensors: dict[str, torch.Tensor], kept: dict[str, torch.Tensor], copy: dict[str, torch.Tensor] | None = None
 ) -> Tally:
     tally = Tally(copy)
     for name, tensor in tensors.items():
@@ -60,9 +58,7 @@ def test_what_is_kept_without_loss_tells_the_published_hash(
 
 
 @pytest.mark.parametrize(("published", "kept"), KEPT)
-def test_one_wrong_bit_is_seen(
-    tensors: dict[str, torch.Tensor], published: torch.dtype, kept: torch.dtype
-) -> None:
+def test_one_wrong_bit_is_seen(tensors: dict[str, torch.Tensor], published: torch.dtype, kept: torch.dtype) -> None:
     wanted = {name: tensor.to(published) for name, tensor in tensors.items()}
     held = {name: tensor.to(kept, copy=True) for name, tensor in wanted.items()}
     held["a"].view(torch.uint8).view(-1)[0] ^= 1
@@ -90,14 +86,7 @@ def test_what_has_lost_bits_is_compared_with_the_copy(tensors: dict[str, torch.T
 
 
 def test_which_types_lose_bits() -> None:
-    kinds = [
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    ]
+    kinds = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64]
     for published, kept in itertools.product(kinds, kinds):
         every = torch.arange(2**16 if published.itemsize == 2 else 2**8, dtype=torch.int64)
         if published.itemsize > 2:

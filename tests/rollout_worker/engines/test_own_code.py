@@ -97,9 +97,7 @@ def test_the_embedded_engine_knows_what_external_modules_register(model: Path, t
     with pytest.raises(EngineConfigError, match="cosmos-test-embedded"):
         boot(config(Embedded, model))
     named = config(Embedded, model, external_modules=["cosmos_test_embedded"])
-    with pytest.raises(
-        EngineConfigError, match=r"policy\.external_modules: `cosmos_test_embedded` cannot be"
-    ):
+    with pytest.raises(EngineConfigError, match=r"policy\.external_modules: `cosmos_test_embedded` cannot be"):
         boot(named)
     with importable(tmp_path):
         assert boot(named) == "OwnForCausalLM"

@@ -91,10 +91,7 @@ def loads(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[tuple[str, Vie
             step = step * shape[axis] + gap
 
         def place(
-            storage: torch.Tensor,
-            shape: tuple[int, ...] = shape,
-            strides: list[int] = strides,
-            before: int = before,
+            storage: torch.Tensor, shape: tuple[int, ...] = shape, strides: list[int] = strides, before: int = before
         ) -> torch.Tensor:
             return storage.as_strided(shape, strides, storage.storage_offset() + before)
 
@@ -111,9 +108,7 @@ class Parameters(torch.nn.Module):
         )
 
 
-def load(
-    model: Parameters, tensors: dict[str, torch.Tensor], copies: Sequence[tuple[str, View, View]]
-) -> WeightMap:
+def load(model: Parameters, tensors: dict[str, torch.Tensor], copies: Sequence[tuple[str, View, View]]) -> WeightMap:
     trace = LoadTrace(model)
     with torch.no_grad(), trace:
         for name, tensor in trace.given(tensors.items()):
@@ -132,9 +127,7 @@ def changes_to(new: dict[str, torch.Tensor], old: dict[str, torch.Tensor]) -> li
     found = []
     for name, tensor in new.items():
         positions = (tensor != old[name]).reshape(-1).nonzero().reshape(-1)
-        found.append(
-            TensorChange(name, tensor.dtype, tuple(tensor.shape), positions, tensor.reshape(-1)[positions])
-        )
+        found.append(TensorChange(name, tensor.dtype, tuple(tensor.shape), positions, tensor.reshape(-1)[positions]))
     return found
 
 
@@ -179,9 +172,7 @@ def test_a_parameter_that_does_not_take_what_is_written_is_named() -> None:
     for name, last in (("good", 19_999), ("bad", 19_998)):
         positions = torch.arange(20_000)
         positions[-1] = last
-        changes.append(
-            TensorChange(name, torch.bfloat16, (20_000,), positions, torch.randn(20_000).bfloat16())
-        )
+        changes.append(TensorChange(name, torch.bfloat16, (20_000,), positions, torch.randn(20_000).bfloat16()))
     patch = WeightMap(published, places).patch(changes)
     assert patch.apply() == ["bad does not hold the elements that were written"]
     assert bits(targets["good"]) == bits(changes[0].values)
@@ -226,9 +217,7 @@ def test_deltas_are_merged_in_order(deltas: list[dict[int, int] | None]) -> None
     changes = []
     for i, delta in enumerate(deltas):
         positions = None if delta is None else torch.tensor(sorted(delta), dtype=torch.int64)
-        values = (
-            torch.full((20,), 100 + i) if delta is None else torch.tensor([delta[k] for k in sorted(delta)])
-        )
+        values = torch.full((20,), 100 + i) if delta is None else torch.tensor([delta[k] for k in sorted(delta)])
         values = values.to(torch.int16)
         changes.append([TensorChange("w", torch.int16, (4, 5), positions, values)])
         expected[slice(None) if positions is None else positions] = values
@@ -240,14 +229,7 @@ def test_deltas_are_merged_in_order(deltas: list[dict[int, int] | None]) -> None
 
 
 def test_other_types_and_bits() -> None:
-    for dtype in (
-        torch.float8_e4m3fn,
-        torch.bool,
-        torch.float64,
-        torch.bfloat16,
-        torch.complex64,
-        torch.int8,
-    ):
+    for dtype in (torch.float8_e4m3fn, torch.bool, torch.float64, torch.bfloat16, torch.complex64, torch.int8):
         target = torch.zeros(6).to(dtype).to(DEVICE)
         place = WeightSlot("p", storage_of(target), whole((6,)), region_of(target))
         values = torch.tensor([1.0, 0.0]).to(dtype)

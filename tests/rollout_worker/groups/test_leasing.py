@@ -30,9 +30,7 @@ def test_a_lease_fits_and_an_engine_never_starves(
 
 def test_batch_size_keeps_requests_large() -> None:
     def ask(in_engine: int, batch_size: int) -> int:
-        return groups_to_lease(
-            in_engine=in_engine, held=in_engine, capacity=128, group_size=8, batch_size=batch_size
-        )
+        return groups_to_lease(in_engine=in_engine, held=in_engine, capacity=128, group_size=8, batch_size=batch_size)
 
     assert [ask(n, 1) for n in (0, 64, 112, 120, 121, 128)] == [16, 8, 2, 1, 0, 0]
     assert [ask(n, 2) for n in (0, 64, 112, 120, 121, 128)] == [16, 8, 2, 0, 0, 0]

@@ -33,13 +33,10 @@ class Letters:
         return "".join(chr(ord("a") + number % 26) for number in ids)
 
 
-def pushed(
-    result: RewardResult, text: Any = "text", groups: int = 0
-) -> tuple[SampleHeader, SampleText | None]:
+def pushed(result: RewardResult, text: Any = "text", groups: int = 0) -> tuple[SampleHeader, SampleText | None]:
     """Header and text of what is queued for a sample with these rewards, where `groups` of each step are kept."""
     settings = config(
-        train={"train_policy": {"type": "grpo", "reward_function": REWARDS}},
-        logging={"sample_groups": groups},
+        train={"train_policy": {"type": "grpo", "reward_function": REWARDS}}, logging={"sample_groups": groups}
     )
     held, nothing = LeaseTable(), None
 
@@ -70,9 +67,7 @@ def test_rewards_become_a_score() -> None:
 
 
 def test_samples_of_chosen_groups_are_kept_as_text() -> None:
-    header, kept = pushed(
-        RewardResult({"boxed_math": 0.5, "format": 0.25}), "one two\x1b[31m", groups=1_000_000
-    )
+    header, kept = pushed(RewardResult({"boxed_math": 0.5, "format": 0.25}), "one two\x1b[31m", groups=1_000_000)
     assert kept is not None
     assert kept.answer == "one two\x1b[31m"
     assert kept.prompt == Letters().decode(lease().prompt_token_ids)

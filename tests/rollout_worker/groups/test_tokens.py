@@ -70,9 +70,7 @@ def test_stop_strings_that_are_special_tokens_end_answers(
         assert (how.ends({7}), how.stop) == ({7, *ends}, searched)
     for include in (False, True):
         how = replace(how, include_stop_str_in_output=include)
-        shown = [
-            texts(known, [replace(answer("a", end), token_ids=np.array([64, end]))], [how]) for end in ends
-        ]
+        shown = [texts(known, [replace(answer("a", end), token_ids=np.array([64, end]))], [how]) for end in ends]
         assert shown == [[f"a{known.decode([end]) if include else ''}"] for end in ends]
 
 
@@ -108,10 +106,7 @@ def test_a_stop_string_that_is_a_part_of_a_special_token_is_said(
 
 TAGS = [
     (["<think>", "</think>", "<answer>", "</answer>"], ["answer", "think"]),
-    (
-        ["<s>", "</s>", "<tool>", "<|x|>", "</|x|>", "<im age>", "</im age>"],
-        [],
-    ),  # ends of texts, no pair, no tags
+    (["<s>", "</s>", "<tool>", "<|x|>", "</|x|>", "<im age>", "</im age>"], []),  # ends of texts, no pair, no tags
 ]
 
 
@@ -134,11 +129,7 @@ def test_tags_that_are_special_tokens_are_said(
 
 
 def test_characters_are_found_in_their_tokens() -> None:
-    ids = [
-        256,
-        *tokenizer()("aé…z")["input_ids"],
-        256,
-    ]  # one token for each byte, none of them for the special ones
+    ids = [256, *tokenizer()("aé…z")["input_ids"], 256]  # one token for each byte, none of them for the special ones
     assert len(ids) == 1 + 1 + 2 + 3 + 1 + 1
     assert tokens_at(tokenizer(), ids, [3, 0, 9]) == [7, 1, 8]
     assert all(1 < token <= 6 for token in tokens_at(tokenizer(), ids, [1, 2]))
@@ -166,7 +157,5 @@ def test_end_of_text_tokens_of_generation_config_and_tokenizer(tmp_path: Path) -
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        EngineConfigError, match=r"policy\.model_name_or_path = .*its tokenizer cannot be loaded"
-    ):
+    with pytest.raises(EngineConfigError, match=r"policy\.model_name_or_path = .*its tokenizer cannot be loaded"):
         load_tokenizer(PolicyConfig(model_name_or_path=str(tmp_path)))

@@ -94,9 +94,7 @@ def pool_of(*functions: str, **settings: Any) -> RewardPool:
     )
 
 
-async def with_pool(
-    name: str, texts: list[str], timeout: float = PATIENCE, processes: int = 1
-) -> list[RewardResult]:
+async def with_pool(name: str, texts: list[str], timeout: float = PATIENCE, processes: int = 1) -> list[RewardResult]:
     pool = pool_of(name, timeout=timeout, num_workers=processes)
     await pool.start()
     try:
@@ -147,25 +145,15 @@ def test_failing_samples_are_errors_by_name_and_their_neighbours_are_scored(word
 def test_a_missed_deadline_is_charged_to_the_sample_that_missed_it(word: str) -> None:
     """`stuck` never gives up the interpreter lock: only killing the process helps. The child of `hang` dies, too."""
     results = run(with_pool(word, ["one", "hang", "three", "stuck", "fours"], timeout=5.0))
-    late = RewardResult(
-        {}, f"RewardTimeout: the sample took longer than 5 s\nin reward function {word}", outage=True
-    )
+    late = RewardResult({}, f"RewardTimeout: the sample took longer than 5 s\nin reward function {word}", outage=True)
     assert all((result.seconds >= 5.0) == bool(result.error) for result in results)
-    assert results == [
-        RewardResult({word: 3.0}),
-        late,
-        RewardResult({word: 5.0}),
-        late,
-        RewardResult({word: 5.0}),
-    ]
+    assert results == [RewardResult({word: 3.0}), late, RewardResult({word: 5.0}), late, RewardResult({word: 5.0})]
     child = int(Path(word.rpartition(":")[0]).with_name("child").read_text())
     until(lambda: not _runs(child), "the end of what a function has started")
 
 
 @pytest.mark.parametrize("kills", [1, 3])
-def test_a_process_that_is_killed_while_it_starts_is_no_fault_of_the_functions(
-    tmp_path: Path, kills: int
-) -> None:
+def test_a_process_that_is_killed_while_it_starts_is_no_fault_of_the_functions(tmp_path: Path, kills: int) -> None:
     path = tmp_path / "user.py"
     begin = f"""
 import os, pathlib, signal
@@ -212,9 +200,7 @@ def test_a_killed_process_is_replaced_and_the_cause_named(
 
 def _runs(pid: int) -> bool:
     with suppress(psutil.NoSuchProcess):
-        return (
-            psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        )  # which waits for a parent that may not care
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # which waits for a parent that may not care
     return False
 
 
@@ -259,9 +245,7 @@ def test_of_the_environment_a_reward_process_gets_what_is_named(
 
 
 def test_a_variable_that_is_not_there_is_named_with_the_key_that_passes_it(tmp_path: Path) -> None:
-    with pytest.raises(
-        RewardConfigError, match=r"reward\.environment: JUDGE_KEY is not set .*export JUDGE_KEY="
-    ):
+    with pytest.raises(RewardConfigError, match=r"reward\.environment: JUDGE_KEY is not set .*export JUDGE_KEY="):
         run(pool_of("format", environment=["PATH", "JUDGE_KEY"]).start())
     path, hint = tmp_path / "user.py", 'reward.environment = ["JUDGE_KEY"]'
     path.write_text("import os\n\ndef judge(completion, row):\n    return float(os.environ['JUDGE_KEY'])\n")

@@ -119,9 +119,7 @@ def test_two_replicas_of_a_host_follow_deltas(stage: Stage) -> None:
 
 
 def test_a_late_replica_joins_at_version_30(stage: Stage) -> None:
-    stage.prepare(
-        stage.config(train__max_num_steps=40, train__train_policy__allowed_outdated_steps=0), PROMPTS
-    )
+    stage.prepare(stage.config(train__max_num_steps=40, train__train_policy__allowed_outdated_steps=0), PROMPTS)
     served = stage.serve()
     trainer, user = trainer_of(stage, served), stage.client(served, "user")
     trainer.begin()
@@ -135,14 +133,10 @@ def test_a_late_replica_joins_at_version_30(stage: Stage) -> None:
     check(trainer.step(30), trainer)
 
 
-def test_generation_goes_on_past_a_version_that_cannot_be_read(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generation_goes_on_past_a_version_that_cannot_be_read(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is reported, the trainer is asked for an anchor, and the chain that begins there is followed."""
     monkeypatch.setattr("rollout_worker.weights.host_weights.PATIENCE", 0.1)
-    stage.prepare(
-        stage.config(train__max_num_steps=12, train__train_policy__allowed_outdated_steps=8), PROMPTS
-    )
+    stage.prepare(stage.config(train__max_num_steps=12, train__train_policy__allowed_outdated_steps=8), PROMPTS)
     served = stage.serve()
     trainer, user = trainer_of(stage, served, broken=2), stage.client(served, "user")
     trainer.begin()
@@ -164,9 +158,7 @@ def test_generation_goes_on_past_a_version_that_cannot_be_read(
     check([sample for t in range(5, 12) for sample in trainer.step(t)], trainer)
 
 
-def test_a_trainer_that_is_faster_than_failing_hears_of_it(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_that_is_faster_than_failing_hears_of_it(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is a newer publication whenever one has failed, and none of them can be read."""
     monkeypatch.setattr("rollout_worker.weights.host_weights.PATIENCE", 0.5)
     stage.prepare(stage.config(train__train_policy__allowed_outdated_steps=8), PROMPTS)
@@ -197,9 +189,7 @@ def test_a_replica_without_weights_gives_up(stage: Stage, monkeypatch: pytest.Mo
     trainer = trainer_of(stage, served, broken=0)
     trainer.begin()
     worker = stage.worker(served.url)
-    with pytest.raises(
-        WeightsUnreadableError, match=r"no way leads to publication 1 .*No such file.*tried 5 times"
-    ):
+    with pytest.raises(WeightsUnreadableError, match=r"no way leads to publication 1 .*No such file.*tried 5 times"):
         worker.join()
 
 

@@ -39,9 +39,7 @@ class Here:
         self.reports.append(UpdateReport.model_validate_json(made.body))
 
     async def advance(self, newest: Publication) -> Arrival:
-        weights: Any = SimpleNamespace(
-            publication=newest, seconds={"fetch": 1.0}, n_bytes=newest.id, density=None
-        )
+        weights: Any = SimpleNamespace(publication=newest, seconds={"fetch": 1.0}, n_bytes=newest.id, density=None)
         return Arrival(weights, "store", "")
 
     async def load_weights(self, weights: Any, version: int) -> LoadReport:

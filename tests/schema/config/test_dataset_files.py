@@ -26,9 +26,7 @@ def make(directory: Path, names: str) -> Path:
     return directory
 
 
-def chosen(
-    directory: Path, role: str, splits: list[str] | None = None, apart: frozenset = frozenset()
-) -> str:
+def chosen(directory: Path, role: str, splits: list[str] | None = None, apart: frozenset = frozenset()) -> str:
     """The names that are read, or the reason why none is."""
     try:
         found = choose(directory, splits or [], role, apart)  # type: ignore[arg-type]
@@ -197,9 +195,7 @@ def test_splits_that_datasets_saved(
 ) -> None:
     for split in splits:
         make(tmp_path, f"{split}/data-0.arrow")
-        (tmp_path / split / "state.json").write_text(
-            json.dumps({"_data_files": [{"filename": "data-0.arrow"}]})
-        )
+        (tmp_path / split / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
     assert chosen(tmp_path, "train", named).startswith(train.format(tmp_path))
     assert chosen(tmp_path, "validation", named).startswith(validation.format(tmp_path))
@@ -236,9 +232,7 @@ ONE = "- config_name: {}\n  data_files: {}\n"
         ("train.jsonl b.jsonl", "- [", "train.jsonl", "b.jsonl"),
     ],
 )  # fmt: skip
-def test_splits_that_a_card_declares(
-    tmp_path: Path, names: str, configs: str, train: str, validation: str
-) -> None:
+def test_splits_that_a_card_declares(tmp_path: Path, names: str, configs: str, train: str, validation: str) -> None:
     (make(tmp_path, names) / "README.md").write_text(CARD.format(configs.rstrip()), encoding="utf-8")
     assert chosen(tmp_path, "train").startswith(train.format(tmp_path))
     assert chosen(tmp_path, "validation").startswith(validation.format(tmp_path))

@@ -45,8 +45,7 @@ def test_a_plain_decoder(tmp_path: Path) -> None:
 
 def test_other_spellings(tmp_path: Path) -> None:
     gpt2 = facts(
-        tmp_path,
-        {"model_type": "gpt2", "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257},
+        tmp_path, {"model_type": "gpt2", "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
     )
     assert (gpt2.heads, gpt2.kv_heads, gpt2.layers, gpt2.longest, gpt2.has_rope) == (12, 12, 12, 1024, False)
     nested = facts(tmp_path, {"model_type": "some_vl", "text_config": QWEN, "vision_config": {"depth": 3}})
@@ -120,9 +119,7 @@ def test_overrides_stand_above_the_file(tmp_path: Path) -> None:
     assert facts(tmp_path, QWEN, max_position_embeddings=1024).longest == 1024
 
 
-@pytest.mark.parametrize(
-    ("text", "why"), [("{", "is not JSON"), ("[1]", "no JSON object"), ("\xff", "is not JSON")]
-)
+@pytest.mark.parametrize(("text", "why"), [("{", "is not JSON"), ("[1]", "no JSON object"), ("\xff", "is not JSON")])
 def test_a_broken_file_is_an_error(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(BrokenModelError, match=why):
@@ -156,12 +153,7 @@ def test_the_cache_of_the_hub_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(10**300, 10**400)
-    | st.floats()
-    | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers() | st.integers(10**300, 10**400) | st.floats() | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["factor", "rope_type", "type"]), inner)
     ),

@@ -28,11 +28,7 @@ def faults(code: str, *custom: str) -> tuple[SignatureFault | None, SignatureFau
         ("def f(): ...", "takes nothing", "def score(completion: str, row: dict) -> float"),
         ("def f(completion): ...", "takes `completion` alone", "def score("),
         ("def f(completion, *, row): ...", "takes `completion` alone", "def score("),
-        (
-            "def f(prompt, completion, answer): ...",
-            "requires `answer`, which nothing passes",
-            'row["answer"]',
-        ),
+        ("def f(prompt, completion, answer): ...", "requires `answer`, which nothing passes", 'row["answer"]'),
         ("def f(c, r, /, x, y=1, *, z): ...", "requires `x`, `z`", 'row["x"]'),
         ("def f(c, r, key, /): ...", "requires `key`", 'row["key"]'),  # by name it cannot be passed
         ("def f(prompts, completions, **kwargs): ...", "as TRL's", "the row"),
@@ -48,11 +44,7 @@ def faults(code: str, *custom: str) -> tuple[SignatureFault | None, SignatureFau
             "verl's",
             'f(solution_str=completion, ground_truth=row["answer"])',
         ),
-        (
-            "def f(data_sources, solution_strs, ground_truths, extra_infos): ...",
-            "as verl's batched",
-            "the row",
-        ),
+        ("def f(data_sources, solution_strs, ground_truths, extra_infos): ...", "as verl's batched", "the row"),
         ("async def f(completion, row): ...", "is asynchronous", "def score("),
         ("class F:\n    def __init__(self, completion, row): ...", "is a class", "def score("),
     ],
@@ -75,13 +67,7 @@ def test_what_cannot_be_called_is_named_with_the_remedy(code: str, message: str,
     custom=st.sets(st.sampled_from(["p2", "p3", "p4", "k0", "k1", "other"])),
 )
 def test_without_a_fault_it_can_be_called_and_with_one_it_cannot(
-    alone: int,
-    positional: int,
-    defaults: int,
-    keywords: list[bool],
-    starred: bool,
-    double: bool,
-    custom: set[str],
+    alone: int, positional: int, defaults: int, keywords: list[bool], starred: bool, double: bool, custom: set[str]
 ) -> None:
     count = alone + positional
     parameters = [f"p{i}" + ("=None" if i >= count - defaults else "") for i in range(count)]
@@ -97,9 +83,7 @@ def test_without_a_fault_it_can_be_called_and_with_one_it_cannot(
     namespace: dict[str, Any] = {}
     exec(code, namespace)
     signature = inspect.signature(namespace["f"])
-    by_name = {
-        p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
+    by_name = {p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     try:
         signature.bind("completion", {}, **dict.fromkeys(custom & by_name))
     except TypeError:

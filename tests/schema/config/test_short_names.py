@@ -24,9 +24,7 @@ def test_a_function_is_called_by_its_name(specs: list[str], short: list[str]) ->
 
 
 names = st.text("ab", min_size=1, max_size=2)
-specs = st.one_of(
-    names, st.builds("{}.py:{}".format, st.lists(names, min_size=1, max_size=3).map("/".join), names)
-)
+specs = st.one_of(names, st.builds("{}.py:{}".format, st.lists(names, min_size=1, max_size=3).map("/".join), names))
 
 
 @given(st.lists(specs, unique=True, max_size=8))

@@ -61,11 +61,7 @@ def test_what_passes_a_proxy(url: str, no_proxy: str | None, passed: str) -> Non
 
 def test_libraries_go_straight_to_what_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
     """httpx (the hub's) and botocore read other parts of NO_PROXY."""
-    near = {
-        "AWS_ENDPOINT_URL": "http://minio:9000",
-        "JUDGE": "http://10.0.0.5/v1",
-        "HERE": "http://127.0.0.2",
-    }
+    near = {"AWS_ENDPOINT_URL": "http://minio:9000", "JUDGE": "http://10.0.0.5/v1", "HERE": "http://127.0.0.2"}
     far = {"HF_ENDPOINT": "http://hub.example.com"}
     for name, value in {**PROXIES, "all_proxy": "", **spared({**PROXIES, **near, **far})}.items():
         monkeypatch.setenv(name, value)

@@ -91,9 +91,7 @@ if sys.argv[1] == "hangs":
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "said"), [("leaves", 0, ""), ("hangs", 7, "launcher.shutdown_timeout")]
-)
+@pytest.mark.parametrize(("how", "code", "said"), [("leaves", 0, ""), ("hangs", 7, "launcher.shutdown_timeout")])
 def test_a_process_that_hangs_is_ended_with_its_stacks_in_the_log(how: str, code: int, said: str) -> None:
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, timeout=100, check=False,

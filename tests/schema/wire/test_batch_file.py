@@ -105,9 +105,7 @@ def test_steps_are_chosen(first: int | None, count: int | None, chosen: list[int
         ([4, 5], 5, 10**12, "step 6 is not recorded"),
     ],
 )
-def test_a_step_that_is_not_there_is_named(
-    steps: list[int], first: int | None, count: int | None, said: str
-) -> None:
+def test_a_step_that_is_not_there_is_named(steps: list[int], first: int | None, count: int | None, said: str) -> None:
     with pytest.raises(NotRecordedError, match=said):
         choose(steps, first, count)
 

@@ -54,9 +54,7 @@ def test_a_sample_survives_the_wire() -> None:
 def test_parts_of_the_score_travel_with_the_tokens_that_earned_them() -> None:
     def parts(positions: list[int], values: list[float]) -> Sample:
         return replace(
-            make_sample(),
-            part_positions=np.array(positions, np.int32),
-            part_values=np.array(values, np.float32),
+            make_sample(), part_positions=np.array(positions, np.int32), part_values=np.array(values, np.float32)
         )
 
     sample = decode_sample(encode_sample(parts([2, 4], [0.5, -0.25])))
@@ -90,11 +88,7 @@ def test_kept_sets_travel_with_the_tokens_that_were_drawn_from_them() -> None:
 @pytest.mark.parametrize(
     ("counts", "ids", "message"),
     [
-        (
-            [2, 0, 1],
-            [9, 3, 4],
-            r"generated token 0 is 2, which is not among the 2 ids that it was drawn from",
-        ),
+        ([2, 0, 1], [9, 3, 4], r"generated token 0 is 2, which is not among the 2 ids that it was drawn from"),
         ([1, 1, 1], [2, 4, 3], "generated token 1 is 3, which is not among the 1 ids"),
         ([1, 0], [2], "must say of each generated token"),
         ([1, 0, 1], [2], "must say of each generated token"),
@@ -141,10 +135,7 @@ def test_experts_are_of_all_tokens_but_the_last_of_each_segment() -> None:
 
 
 NONE, EIGHT = np.zeros(0, np.uint8), np.zeros(8, np.uint8)
-SHAPE, ENTRIES = (
-    "expert_shape must be the number of mixtures",
-    "must have {} entries, for each token but the last",
-)
+SHAPE, ENTRIES = ("expert_shape must be the number of mixtures", "must have {} entries, for each token but the last")
 
 
 @pytest.mark.parametrize(
@@ -277,10 +268,7 @@ json_values = st.recursive(
 
 @pytest.mark.scaled
 @settings(max_examples=examples(40), deadline=None)
-@given(
-    st.dictionaries(st.sampled_from(["__metadata__", "0", "a"]), json_values, max_size=3),
-    st.binary(max_size=8),
-)
+@given(st.dictionaries(st.sampled_from(["__metadata__", "0", "a"]), json_values, max_size=3), st.binary(max_size=8))
 def test_hostile_headers_are_frame_errors(header: dict[str, Any], body: bytes) -> None:
     text = json.dumps(header).encode()
     data = len(text).to_bytes(8, "little") + text + body

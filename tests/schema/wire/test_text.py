@@ -121,9 +121,7 @@ def test_errors_with_colours_are_taken_and_arrive_visible() -> None:
     beat = m.HeartbeatRequest(incarnation=1, trouble=colours)
     assert beat.trouble == "ValueError: ␛]0;x␇\n  in f\n"
     long = "\x07" * 4096
-    again = m.HeartbeatRequest.model_validate_json(
-        m.HeartbeatRequest(incarnation=1, trouble=long).model_dump_json()
-    )
+    again = m.HeartbeatRequest.model_validate_json(m.HeartbeatRequest(incarnation=1, trouble=long).model_dump_json())
     assert again.trouble == "␇" * 4096, "nothing gets longer on its way"
     raw = '{"incarnation": 1, "trouble": "\\u001b]0;x\\u0007"}'
     assert m.HeartbeatRequest.model_validate_json(raw).trouble == "␛]0;x␇"

@@ -81,9 +81,7 @@ class FlakyStore(RemoteStore):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_comes_damaged_is_fetched_again(
-    tmp_path: Path, place: Path, versions: Versions, kind: str
-) -> None:
+def test_what_comes_damaged_is_fetched_again(tmp_path: Path, place: Path, versions: Versions, kind: str) -> None:
     store = FlakyStore(versions.root, tmp_path / "notes", TRIES - 1, kind)
     copy = HostCopy(place, store)
     for _ in range(3):
@@ -133,9 +131,7 @@ def test_a_broken_delta_is_planned_around(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_broken_anchor_is_planned_around_too(
-    place: Path, copy: HostCopy, versions: Versions, kind: str
-) -> None:
+def test_a_broken_anchor_is_planned_around_too(place: Path, copy: HostCopy, versions: Versions, kind: str) -> None:
     for _ in range(9):
         versions.next()
     damage(file_of(versions, versions.links[8].full, "data"), kind)
@@ -159,11 +155,7 @@ def test_deltas_that_do_not_lead_where_they_say(copy: HostCopy, versions: Versio
     other.next()
     versions.next()
     swapped = versions.newest.model_copy(
-        update={
-            "uri": other.newest.uri,
-            "manifest_hash": other.newest.manifest_hash,
-            "n_bytes": other.newest.n_bytes,
-        }
+        update={"uri": other.newest.uri, "manifest_hash": other.newest.manifest_hash, "n_bytes": other.newest.n_bytes}
     )
     with pytest.raises(WeightError, match="published was"):
         copy.advance(swapped, patience=0.0)
@@ -221,9 +213,7 @@ def test_an_earlier_life_of_the_job_had_higher_ids(place: Path, copy: HostCopy, 
     copy.close()
 
 
-def test_a_change_that_an_earlier_life_of_the_job_began(
-    place: Path, copy: HostCopy, versions: Versions
-) -> None:
+def test_a_change_that_an_earlier_life_of_the_job_began(place: Path, copy: HostCopy, versions: Versions) -> None:
     """It is not what this life asks for, however high the id of what it was to lead to."""
     for _ in range(3):
         versions.next()
@@ -231,10 +221,7 @@ def test_a_change_that_an_earlier_life_of_the_job_began(
     state, publication = read_state(place), versions.next()
     assert state is not None
     begun = Advancing(
-        base=state.content_hash,
-        target=publication.content_hash,
-        uris=[publication.uri],
-        publication=publication,
+        base=state.content_hash, target=publication.content_hash, uris=[publication.uri], publication=publication
     )
     write_model(place / ADVANCING, begun)
     vanish(copy)
@@ -333,9 +320,7 @@ def test_the_disk_fills_up_meanwhile(tmp_path: Path, place: Path, versions: Vers
     copy.close()
 
 
-def test_files_that_cannot_be_mapped(
-    copy: HostCopy, versions: Versions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_cannot_be_mapped(copy: HostCopy, versions: Versions, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on file systems without shared mappings: fetching again does not help."""
     real = mmap.mmap
 

@@ -180,12 +180,8 @@ VANISH = st.tuples(st.just("vanish"), st.none())
 
 @pytest.mark.scaled
 @pytest.mark.slow
-@settings(
-    max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    steps=st.lists(STEP | STEP | ADVANCE | ADVANCE | VANISH, min_size=5, max_size=25), remote=st.booleans()
-)
+@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(STEP | STEP | ADVANCE | ADVANCE | VANISH, min_size=5, max_size=25), remote=st.booleans())
 def test_any_history(tmp_path: Path, steps: list[tuple[str, Any]], remote: bool) -> None:
     """Whatever is published, asked for (also late) and lost: what is handed out is right, and never an older one."""
     root = tmp_path / token_hex(4)
@@ -194,9 +190,7 @@ def test_any_history(tmp_path: Path, steps: list[tuple[str, Any]], remote: bool)
     copies = [opened(root / "copy", store) for _ in range(2)]
     for i, (what, how) in enumerate(steps):
         if what == "publish":
-            versions.next(
-                changed(versions.weights[-1], "few" if how == "full" else how, i), full=how == "full"
-            )
+            versions.next(changed(versions.weights[-1], "few" if how == "full" else how, i), full=how == "full")
         elif what == "vanish":
             for copy in copies:
                 vanish(copy)

@@ -30,10 +30,7 @@ def test_credentials_of_who_holds_a_lock_are_not_told(
     path.touch()
     (tmp_path / "x.py").write_text(HOLD)
     with subprocess.Popen(  # under a short name: the message has 100 characters of the command
-        ["p", "x.py", "f", *words, "--last"],
-        executable=sys.executable,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        ["p", "x.py", "f", *words, "--last"], executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         assert process.stdin is not None

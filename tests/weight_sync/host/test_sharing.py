@@ -76,9 +76,7 @@ def test_killed_at_any_line(tmp_path: Path, alone: bool, remote: bool) -> None:
             keeper = HostCopy(place, store, lock_timeout=PATIENCE)
         weights = keeper.advance(versions.newest, patience=0.0)
         assert right(weights, versions)
-        assert {path.name for path in place.iterdir() if path.name.startswith((".", "w-"))} == {
-            weights._state.folder
-        }
+        assert {path.name for path in place.iterdir() if path.name.startswith((".", "w-"))} == {weights._state.folder}
     assert torn, "no kill while files were changed"
     keeper.close()
     assert not place.exists()

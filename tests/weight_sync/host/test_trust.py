@@ -161,10 +161,7 @@ def test_a_copy_that_a_newcomer_disowned_is_proven_again(
         write_model(place / ADVANCING, begun)
     (place / USERS).unlink()
     newcomer = HostCopy(place, versions.store, lock_timeout=PATIENCE)
-    with (
-        pytest.raises(NotReadableError, match="torn" if torn else "has not been hashed yet"),
-        open_copy(place),
-    ):
+    with pytest.raises(NotReadableError, match="torn" if torn else "has not been hashed yet"), open_copy(place):
         pass
     with weights.reading() as publication:
         assert publication == versions.publications[0]
@@ -248,7 +245,6 @@ def test_a_change_that_was_begun_is_finished_first(place: Path, copy: HostCopy, 
     assert state is not None
     target, uris = publication.content_hash, [publication.uri]
     write_model(
-        place / ADVANCING,
-        Advancing(base=state.content_hash, target=target, uris=uris, publication=publication),
+        place / ADVANCING, Advancing(base=state.content_hash, target=target, uris=uris, publication=publication)
     )
     assert right(copy.advance(versions.publications[0], patience=0.0), versions)

@@ -33,8 +33,7 @@ def publish(chain: Chain, number: int, *, asked: bool = False) -> str:
 
 def names(chain: Chain) -> list[str]:
     return [
-        f"{link.version + 1}" + ("d" if link.delta else "") + ("f" if link.full else "")
-        for link in chain.named()[0]
+        f"{link.version + 1}" + ("d" if link.delta else "") + ("f" if link.full else "") for link in chain.named()[0]
     ]
 
 
@@ -152,9 +151,7 @@ Step = st.tuples(st.sampled_from(["publish", "ask", "fail", "dense", "collect"])
 @pytest.mark.scaled
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(Step, max_size=60), st.integers(1, 5))
-def test_whoever_holds_anything_that_is_listed_has_a_way(
-    steps: Iterable[tuple[str, int]], interval: int
-) -> None:
+def test_whoever_holds_anything_that_is_listed_has_a_way(steps: Iterable[tuple[str, int]], interval: int) -> None:
     chain, number, gone = Chain(interval), 0, set[int]()
     for what, value in steps:
         if what == "collect":

@@ -96,9 +96,7 @@ def _rank(rank: int, world: int, port: int, root: Path) -> None:
     from torch.distributed.tensor import distribute_tensor
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
-    )
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     copies = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")) if world == 4 else mesh
     for case in SHARDED:
@@ -123,11 +121,7 @@ def _rank(rank: int, world: int, port: int, root: Path) -> None:
         gc.collect()
     layouts = [(mesh, [Shard(1)])]
     if world == 4:
-        layouts += [
-            (copies, [Shard(1), Shard(0)]),
-            (copies, [Shard(0), Shard(0)]),
-            (copies, [Replicate(), Shard(1)]),
-        ]
+        layouts += [(copies, [Shard(1), Shard(0)]), (copies, [Shard(0), Shard(0)]), (copies, [Replicate(), Shard(1)])]
     for over, placements in layouts:
         other = torch.nn.Linear(7, 5, bias=False)
         whole = torch.arange(35.0).view(5, 7)
@@ -170,9 +164,7 @@ def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SHARDED)
-def test_owners_get_whole_tensors_and_others_nothing(
-    case: str, sharded: tuple[int, Path], tmp_path: Path
-) -> None:
+def test_owners_get_whole_tensors_and_others_nothing(case: str, sharded: tuple[int, Path], tmp_path: Path) -> None:
     world, root = sharded
     model: Any = build(case)
     for dtype in DTYPES:

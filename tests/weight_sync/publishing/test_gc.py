@@ -172,9 +172,7 @@ def test_publish_fetch_and_collect_at_the_same_time(tmp_path: Path) -> None:
     others = [guarded(reader), guarded(reader), guarded(collector)]
     for thread in writers:
         thread.join(PATIENCE)
-    until(
-        lambda: failures or (read[0] and len(store.versions()) < len(published)), "readers and the collector"
-    )
+    until(lambda: failures or (read[0] and len(store.versions()) < len(published)), "readers and the collector")
     done.set()
     for thread in others:
         thread.join(PATIENCE)

@@ -79,9 +79,7 @@ def test_parts_of_several_processes_make_one_version(tmp_path: Path) -> None:
     assert published.content_hash == alone.content_hash == content_hash(table)
     opened = open_piece(store, published.piece, "full")
     assert set(opened.data) == set(tensors)
-    assert sorted(file.name for file in opened.manifest.files) == [
-        f"r{i}-00000.safetensors" for i in range(3)
-    ]
+    assert sorted(file.name for file in opened.manifest.files) == [f"r{i}-00000.safetensors" for i in range(3)]
 
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.float8_e4m3fn]
@@ -122,12 +120,7 @@ def test_a_delta_gives_the_bits_of_the_new_version(tmp_path_factory: Any, data: 
 
 def test_each_tensor_is_stored_the_smaller_way(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
-    old = {
-        "few": torch.zeros(9999),
-        "all": torch.zeros(9999),
-        "none": torch.ones(9999),
-        "empty": torch.empty(0),
-    }
+    old = {"few": torch.zeros(9999), "all": torch.zeros(9999), "none": torch.ones(9999), "empty": torch.empty(0)}
     new = {**old, "few": old["few"].clone(), "all": torch.randn(9999)}
     new["few"][17] = -0.0  # other bits, equal as a float
     _, table = put_full(store, [old])

@@ -147,9 +147,7 @@ def test_a_version_arrives_through_a_network_that_breaks_everything_at_random(
         assert sum(front.happened.values()) > 20
 
 
-def test_an_object_that_changes_while_it_is_read(
-    front: FaultyStore, objects: ObjectStore, prefix: str
-) -> None:
+def test_an_object_that_changes_while_it_is_read(front: FaultyStore, objects: ObjectStore, prefix: str) -> None:
     store, data = bucket(prefix), pattern(2 * HEAD_BYTES)
     write(store, NAME, {"file": data})
     first = store._first(f"{NAME}/file")
@@ -167,9 +165,7 @@ def test_a_store_that_stays_away_is_an_error_in_time(prefix: str, monkeypatch: p
     use({"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
          "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}, monkeypatch)  # fmt: skip
     store = bucket(prefix, delays=BRIEF)
-    words = (
-        rf"has failed \d+ times in \d+ s: http://127.0.0.1:{port} does not answer .*check AWS_ENDPOINT_URL"
-    )
+    words = rf"has failed \d+ times in \d+ s: http://127.0.0.1:{port} does not answer .*check AWS_ENDPOINT_URL"
     for use_it in (store.versions, lambda: store.read(f"{NAME}/file"), lambda: write(store, NAME, {})):
         with pytest.raises(StoreError, match=words):
             use_it()
@@ -195,9 +191,7 @@ def test_a_proxy_is_not_for_what_is_near_and_is_named_where_it_fails(
     assert "secret" not in caplog.text + str(raised.value)
 
 
-def test_a_part_that_never_arrives_is_an_error_in_time(
-    front: FaultyStore, objects: ObjectStore, prefix: str
-) -> None:
+def test_a_part_that_never_arrives_is_an_error_in_time(front: FaultyStore, objects: ObjectStore, prefix: str) -> None:
     front.fail("503", "PUT", "partNumber=3", times=10**6)
     with pytest.raises(StoreError, match=r"writing part 3 of .*: ServiceUnavailable"):
         write(bucket(prefix, delays=BRIEF), NAME, {"one": b"1", "file": pattern(LARGE)})
@@ -225,9 +219,7 @@ def test_what_waiting_does_not_mend_is_an_error_at_once(
     with pytest.raises(StoreError, match="no credentials were found: set AWS_ACCESS_KEY_ID"):
         bucket(prefix, delays=endless).probe(writing=False)
     monkeypatch.setenv("AWS_PROFILE", "nobody")
-    with pytest.raises(
-        StoreError, match=r"AWS settings of the environment do not work: .*nobody.*AWS_PROFILE"
-    ):
+    with pytest.raises(StoreError, match=r"AWS settings of the environment do not work: .*nobody.*AWS_PROFILE"):
         open_store(f"s3://{BUCKET}/{prefix}")
 
 
@@ -238,9 +230,7 @@ def test_what_waiting_does_not_mend_is_an_error_at_once(
         ("AWS_ENDPOINT_URL", "http://user:secret@no host"), ("AWS_DEFAULT_REGION", "no region"),
     ],
 )  # fmt: skip
-def test_a_setting_that_makes_no_client_is_named(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
-) -> None:
+def test_a_setting_that_makes_no_client_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     use({**CREDENTIALS, variable: value}, monkeypatch)
     with pytest.raises(StoreError, match=variable) as caught:
         open_store(f"s3://{BUCKET}/x")
@@ -328,17 +318,9 @@ def test_prefixes_know_nothing_of_each_other(front: FaultyStore, objects: Object
     assert len(left) == 2
 
 
-def test_what_is_no_weight_version_is_never_touched(
-    front: FaultyStore, objects: ObjectStore, prefix: str
-) -> None:
+def test_what_is_no_weight_version_is_never_touched(front: FaultyStore, objects: ObjectStore, prefix: str) -> None:
     client = objects.client()
-    names = (
-        "data/rows.parquet",
-        "outputs/run/final/model.safetensors",
-        "readme",
-        f"{NAME}/deeper/file",
-        "a b/c",
-    )
+    names = ("data/rows.parquet", "outputs/run/final/model.safetensors", "readme", f"{NAME}/deeper/file", "a b/c")
     keys = [f"{prefix}/{name}" for name in names]
     for key in keys:
         client.put_object(Bucket=BUCKET, Key=key, Body=b"precious")

@@ -108,9 +108,7 @@ def test_only_the_leader_commits_and_throws_away(again: Again) -> None:
     assert bytes(again().read(f"{NAME}/r1-00000")) == b"one"
 
 
-@pytest.mark.parametrize(
-    "n_bytes", [0, 1, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + 1, 2 * HEAD_BYTES, 40_000_001]
-)
+@pytest.mark.parametrize("n_bytes", [0, 1, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + 1, 2 * HEAD_BYTES, 40_000_001])
 def test_files_of_any_size_come_back(store: Store, tmp_path: Path, n_bytes: int) -> None:
     data = pattern(n_bytes)
     write(store, NAME, {"file": data})
@@ -174,8 +172,7 @@ def test_delete(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "key",
-    ["../x/manifest.json", "a/b/c", "a", "", "/a", "a/", "a/../b", ".hidden/x", "a/.x", "a\0/b", "a/b\n"],
+    "key", ["../x/manifest.json", "a/b/c", "a", "", "/a", "a/", "a/../b", ".hidden/x", "a/.x", "a\0/b", "a/b\n"]
 )
 def test_no_key_leaves_the_store(store: Store, tmp_path: Path, key: str) -> None:
     for use_it in (store.read, lambda key: store.download(key, tmp_path / "here")):

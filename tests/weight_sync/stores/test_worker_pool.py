@@ -40,9 +40,7 @@ def test_a_work_that_ends_when_the_wait_does_has_its_own_end(pool: WorkerPool) -
             pool.wait(Ending(error))
 
 
-def test_without_threads_a_work_fails_and_no_lane_is_lost(
-    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_threads_a_work_fails_and_no_lane_is_lost(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

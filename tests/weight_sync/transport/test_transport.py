@@ -64,9 +64,7 @@ def relayed(
     assert publication.offer is not None
     relay = Relay(publication.offer.port, at, then, only=only)
     try:
-        yield publication.model_copy(
-            update={"offer": publication.offer.model_copy(update={"port": relay.port})}
-        )
+        yield publication.model_copy(update={"offer": publication.offer.model_copy(update={"port": relay.port})})
     finally:
         relay.close()
 
@@ -198,9 +196,7 @@ def test_a_trainer_that_is_gone_is_asked_more_and_more_rarely(versions: Versions
     assert all(reasons)
 
 
-@pytest.mark.parametrize(
-    ("what", "at"), combinations(["cut", "stalled", "flipped"], [3, 40, 300, 2000, 100_000])
-)
+@pytest.mark.parametrize(("what", "at"), combinations(["cut", "stalled", "flipped"], [3, 40, 300, 2000, 100_000]))
 def test_a_bad_network_costs_only_the_detour(tmp_path: Path, versions: Versions, what: str, at: int) -> None:
     """In the greeting, the answer, the manifest, the file's header, its tensors."""
 
@@ -209,10 +205,7 @@ def test_a_bad_network_costs_only_the_detour(tmp_path: Path, versions: Versions,
             raise ConnectionResetError
         return bytes([data[0] ^ 1]) + data[1:] if what == "flipped" else None
 
-    with (
-        sending(versions.store) as sender,
-        relayed(offered(versions.newest, sender), at, then) as publication,
-    ):
+    with sending(versions.store) as sender, relayed(offered(versions.newest, sender), at, then) as publication:
         timeout = SHORT if what == "stalled" else PATIENCE
         store = DirectStore(DirectoryStore(versions.root), timeout)
         why = refusals(versions, publication, store, tmp_path / "copy")
@@ -271,9 +264,7 @@ def test_a_file_of_another_size_is_not_taken(tmp_path: Path, versions: Versions)
     assert re.search(r"would have \d+ bytes instead of \d+", outcome.fallback or "")
 
 
-def test_a_distant_store_that_hangs_at_the_trainer_holds_no_replica_up(
-    tmp_path: Path, versions: Versions
-) -> None:
+def test_a_distant_store_that_hangs_at_the_trainer_holds_no_replica_up(tmp_path: Path, versions: Versions) -> None:
     free = threading.Event()
 
     class Hanging(RemoteStore):
@@ -402,9 +393,7 @@ class LineCarrier:
                 line.tell({"name": chunk.name, "data": bytes(data).hex()})
             assert line.hear() == {"ok": True}
 
-    def receive(
-        self, line: Line, chunks: Sequence[Chunk], write: Callable[[Chunk, memoryview], object]
-    ) -> None:
+    def receive(self, line: Line, chunks: Sequence[Chunk], write: Callable[[Chunk, memoryview], object]) -> None:
         self.members.append(1)
         for chunk in chunks:
             told = line.hear()
@@ -422,9 +411,7 @@ def test_chunks_cover_all_bytes() -> None:
     assert found == [("a:0", 4), ("a:4", 4), ("a:8", 2), ("c:0", 3)]
 
 
-def test_several_hosts_are_served_at_once(
-    tmp_path: Path, versions: Versions, nothing: DirectoryStore
-) -> None:
+def test_several_hosts_are_served_at_once(tmp_path: Path, versions: Versions, nothing: DirectoryStore) -> None:
     carrier = LineCarrier()
     hosts = ("a", "b", "c")
 

@@ -352,14 +352,10 @@ def test_kill_9_in_the_middle_sends_no_finished_part_again(
         finally:
             killed.send_signal(signal.SIGKILL)
     use(objects, monkeypatch)
-    (upload,) = objects.client().list_multipart_uploads(Bucket=BUCKET, Prefix=f"some/where/{run_dir.name}")[
-        "Uploads"
-    ]
+    (upload,) = objects.client().list_multipart_uploads(Bucket=BUCKET, Prefix=f"some/where/{run_dir.name}")["Uploads"]
     prefix = f"some/where/{run_dir.name}/step-00000020"
     assert f"{prefix}/{MARKER}" not in objects.keys(BUCKET)
-    listed = objects.client().list_parts(Bucket=BUCKET, Key=upload["Key"], UploadId=upload["UploadId"])[
-        "Parts"
-    ]
+    listed = objects.client().list_parts(Bucket=BUCKET, Key=upload["Key"], UploadId=upload["UploadId"])["Parts"]
     there = sum(part["Size"] == PART for part in listed)
     assert 2 <= there < 6
     sent = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
@@ -446,9 +442,7 @@ def test_a_store_that_stays_away_fails_the_final_upload_and_nothing_else(
     run_dir = run_of(tmp_path)
     path = checkpoint(run_dir, 20, 100)
     one = uploader(run_dir)
-    with pytest.raises(
-        SettingsError, match=rf's3_bucket = "{BUCKET}": .*{store.port} does not answer.*AWS_ENDPOINT'
-    ):
+    with pytest.raises(SettingsError, match=rf's3_bucket = "{BUCKET}": .*{store.port} does not answer.*AWS_ENDPOINT'):
         one.probe(strict=True)
     one.probe(strict=False)
     one.offer(path, 20, final=False)
@@ -481,9 +475,7 @@ def test_finish_does_not_wait_for_ever_nor_for_one_who_leaves(
     one.close()
 
 
-def test_a_probe_names_key_and_remedy(
-    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_names_key_and_remedy(objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = threading.Event()
     missing = S3Target("no-such-bucket", "", "run", stop, QUICK)
     with pytest.raises(SettingsError, match=r'train\.ckpt\.s3_bucket = "no-such-bucket": .*no such bucket'):

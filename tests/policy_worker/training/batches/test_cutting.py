@@ -94,9 +94,7 @@ def test_samples_of_a_group_are_computed_together_where_their_prompts_weigh():
     assert spared_tokens([[0, 3], [1, 2]], groups, prompts) == 2
     assert cut(replace(rule, max_tokens=18)) == [[[0, 2], [1, 3], [4, 5]]]
     assert cut(replace(rule, max_tokens=21, packed=True)) == [[[0, 2, 1], [3, 4, 5]]]
-    assert cut(replace(rule, balance=True), 2) == [[[0, 4, 5]], [[3, 2, 1]]], (
-        "two groups do not balance two ranks"
-    )
+    assert cut(replace(rule, balance=True), 2) == [[[0, 4, 5]], [[3, 2, 1]]], "two groups do not balance two ranks"
 
 
 def test_ranks_without_samples_get_empty_micro_batches():
@@ -142,9 +140,7 @@ def test_a_rank_that_needs_fewer_micro_batches_fills_as_many_evenly():
 
 def test_a_sample_beyond_the_cap_is_an_error_that_says_what_to_do():
     rule = Batching(samples=1, max_tokens=50, packed=True)
-    with pytest.raises(
-        SampleTooLongError, match=r"max_token_len_per_mini_batch = 50.*51 tokens.*model_max_length"
-    ):
+    with pytest.raises(SampleTooLongError, match=r"max_token_len_per_mini_batch = 50.*51 tokens.*model_max_length"):
         plan_step([51], [True], rule, data_ranks=1)
     assert plan_step([51], [False], rule, data_ranks=1) == []
 

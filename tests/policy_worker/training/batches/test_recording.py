@@ -21,19 +21,14 @@ SAMPLES = random_samples(4)
 FRAMES = [encode_sample(sample) for sample in SAMPLES]
 
 
-def test_a_disk_that_fails_is_a_trouble_until_it_works_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_disk_that_fails_is_a_trouble_until_it_works_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     folder = tmp_path / "batches"
     folder.touch()
     recorder = BatchRecorder(folder, 4, FACTS)
     with caplog.at_level(logging.INFO):
         for step in (0, 1):
             recorder.keep(make_table(SAMPLES, step=step), FRAMES)
-            assert (
-                f"profiler.record_batches: the batch of step {step} could not be written"
-                in recorder.trouble()
-            )
+            assert f"profiler.record_batches: the batch of step {step} could not be written" in recorder.trouble()
         assert [record.levelname for record in caplog.records] == ["WARNING"], "once, not with every step"
         folder.unlink()
         recorder.keep(make_table(SAMPLES, step=2), FRAMES)
@@ -71,9 +66,7 @@ def test_ranks_that_have_read_different_batches_say_so():
 
 def test_files_that_cannot_be_trained_on_are_refused_by_name(tmp_path: Path):
     batches = RecordedBatches(tmp_path, bound=3)
-    with pytest.raises(
-        BadBatchError, match=r"step 7, .*step-00000007\.safetensors, cannot be read: No such file"
-    ):
+    with pytest.raises(BadBatchError, match=r"step 7, .*step-00000007\.safetensors, cannot be read: No such file"):
         batches.poll(7)
     for step in (3, 4):
         write(tmp_path, make_table(SAMPLES, step=step), FRAMES, FACTS, keep=4)

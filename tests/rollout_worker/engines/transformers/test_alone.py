@@ -137,9 +137,7 @@ def test_a_cache_too_small_for_a_group_is_refused(models: Models, monkeypatch: p
             await engine.close()
 
     per_token = 2 * 2 * 2 * 32 * 4
-    monkeypatch.setattr(
-        "rollout_worker.engines.transformers.engine._cache_memory", lambda _: 3 * 96 * per_token
-    )
+    monkeypatch.setattr("rollout_worker.engines.transformers.engine._cache_memory", lambda _: 3 * 96 * per_token)
     try:
         with pytest.raises(EngineConfigError, match=r"4 sequences at once .*rollout\.max_num_seqs"):
             asyncio.run(start())

@@ -93,9 +93,7 @@ def test_the_trainer_agrees_with_the_engine(temperature: float) -> None:
 
     Seen in ten models: 1.5e-5 at the maximum, 5e-8 in the mean, a KL of 3e-12.
     """
-    prompts = [
-        [(7 * number + i) % 256 for i in range(length)] for number, length in enumerate((3, 30, 1, 11))
-    ]
+    prompts = [[(7 * number + i) % 256 for i in range(length)] for number, length in enumerate((3, 30, 1, 11))]
     settings = SamplingSettings(max_tokens=80, ignore_eos=True, temperature=temperature)
     decoder, seeds = make_decoder(random_model(1)), tuple(range(4))
     with torch.inference_mode():

@@ -39,12 +39,7 @@ CONFIGS = {
     "qwen": lambda: transformers.Qwen3MoeConfig(**SHAPE, num_experts=8),
     "many experts": lambda: transformers.Qwen3MoeConfig(**SHAPE, num_experts=300),
     "first layers dense": lambda: transformers.Glm4MoeConfig(
-        **SHAPE,
-        n_routed_experts=8,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        routed_scaling_factor=2.5,
+        **SHAPE, n_routed_experts=8, n_group=1, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.5
     ),
 }
 MIXTURES = {"qwen": 3, "many experts": 3, "first layers dense": 2}
@@ -135,19 +130,14 @@ def test_what_is_recorded_is_what_a_plain_forward_chooses(kind: str) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["qwen", "first layers dense"])
-@pytest.mark.parametrize(
-    ("keep_cache", "released"), [(False, False), (False, True), (True, False), (True, True)]
-)
-def test_what_is_recorded_is_what_the_cache_was_computed_with(
-    kind: str, keep_cache: bool, released: bool
-) -> None:
+@pytest.mark.parametrize(("keep_cache", "released"), [(False, False), (False, True), (True, False), (True, True)])
+def test_what_is_recorded_is_what_the_cache_was_computed_with(kind: str, keep_cache: bool, released: bool) -> None:
     """New weights while samples run: where the cache is computed again, all positions have what these choose."""
     model, old, new = mixture(kind), mixture(kind).to(DEVICE), mixture(kind, 2).to(DEVICE)
     decoder = make_decoder(model, keep_cache=keep_cache)
     ended = admit_some(decoder)
     at = {
-        (row.request.request_id, row.index): int(n)
-        for row, n in zip(decoder.rows, decoder._generated(), strict=True)
+        (row.request.request_id, row.index): int(n) for row, n in zip(decoder.rows, decoder._generated(), strict=True)
     }
     model.load_state_dict(new.state_dict())
     if released:
@@ -185,11 +175,7 @@ def config(folder: Path, routing: str = "weights", **train: Any) -> Config:
     return Config.model_validate(
         {
             "policy": {"model_name_or_path": str(folder), "model_max_length": 96},
-            "train": {
-                "param_dtype": "float32",
-                "train_policy": {"type": "grpo", "routing_replay": routing},
-                **train,
-            },
+            "train": {"param_dtype": "float32", "train_policy": {"type": "grpo", "routing_replay": routing}, **train},
             "rollout": {
                 "backend": "transformers",
                 "dtype": "float32",
@@ -290,9 +276,7 @@ def test_experts_that_are_called_otherwise_are_refused() -> None:
     )
     attention.register()
     model.to(DEVICE).eval().set_attn_implementation(attention.NAME)
-    with pytest.raises(
-        EngineConfigError, match=REFUSAL.format("Llama4ForCausalLM", "not called with states")
-    ):
+    with pytest.raises(EngineConfigError, match=REFUSAL.format("Llama4ForCausalLM", "not called with states")):
         self_test(model, frozenset({256}), Routing(model, "ids"))
 
 
@@ -314,9 +298,7 @@ def test_wrong_bookkeeping_is_refused(view: type[WindowView], monkeypatch: pytes
     attention.register()
     model.to(DEVICE).set_attn_implementation(attention.NAME)
     record = view.record
-    monkeypatch.setattr(
-        view, "record", lambda self, ids, weights: record(self, ids.roll(1, 0), weights.roll(1, 0))
-    )
+    monkeypatch.setattr(view, "record", lambda self, ids, weights: record(self, ids.roll(1, 0), weights.roll(1, 0)))
     with pytest.raises(EngineConfigError, match=REFUSAL.format("Qwen3MoeForCausalLM", "a plain forward")):
         self_test(model, frozenset({256}), Routing(model, "ids"))
 

@@ -30,10 +30,6 @@ def test_rows_of_computed_tokens_in_the_layers_that_have_experts(computed: int) 
         (RETURNED, [1, 4], "in 4 layers, and 6 tokens were computed in layers up to 4"),
     ],
 )
-def test_missing_rows_or_layers_end_the_engine(
-    returned: Ids | None, mixtures: list[int], message: str
-) -> None:
-    with pytest.raises(
-        EngineFailed, match=rf'{message}.*: write train\.train_policy\.routing_replay = "none"'
-    ):
+def test_missing_rows_or_layers_end_the_engine(returned: Ids | None, mixtures: list[int], message: str) -> None:
+    with pytest.raises(EngineFailed, match=rf'{message}.*: write train\.train_policy\.routing_replay = "none"'):
         chosen_experts(returned, 6, mixtures)

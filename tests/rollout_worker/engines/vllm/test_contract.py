@@ -53,9 +53,7 @@ class TestRaw:
         with running(RawContract, tmp_path_factory.mktemp("raw")) as subject:
             yield subject
 
-    def test_raw_log_probs_are_those_of_the_softmax_or_refused(
-        self, subject: Subject, tmp_path: Path
-    ) -> None:
+    def test_raw_log_probs_are_those_of_the_softmax_or_refused(self, subject: Subject, tmp_path: Path) -> None:
         RawContract().test_raw_log_probs_are_those_of_the_softmax_or_refused(subject, tmp_path)
         others = SamplingSettings(24, temperature=0.6, top_p=0.9, correction="none")
         with pytest.raises(ValueError, match=r'correction = "none" at temperature 0\.6'):
@@ -70,7 +68,5 @@ class TestKeepKv(KeepKvContract):
     @pytest.fixture(scope="class")
     @classmethod
     def subject(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-        with running(
-            TestVllm, tmp_path_factory.mktemp("keep"), weight_sync={"update_mode": "keep_kv"}
-        ) as subject:
+        with running(TestVllm, tmp_path_factory.mktemp("keep"), weight_sync={"update_mode": "keep_kv"}) as subject:
             yield subject

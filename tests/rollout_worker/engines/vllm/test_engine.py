@@ -21,13 +21,7 @@ import pytest
 import torch
 
 from rollout_worker.engines import create_engine
-from rollout_worker.engines.base import (
-    EngineConfigError,
-    EngineFailed,
-    Generation,
-    SamplingSettings,
-    WeightMismatch,
-)
+from rollout_worker.engines.base import EngineConfigError, EngineFailed, Generation, SamplingSettings, WeightMismatch
 from rollout_worker.engines.vllm.arguments import engine_arguments, sampling_arguments
 from schema.config import Config
 from schema.config.sections.policy import LoraConfig
@@ -67,13 +61,7 @@ def config_of(root: Path, **sections: Any) -> Config:
 
 def settings_of(root: Path, model: Any, rollout: dict[str, Any], **sections: Any) -> Config:
     """The configuration of a small engine of this model."""
-    rollout = {
-        "backend": "vllm",
-        "dtype": "float32",
-        "max_num_seqs": 16,
-        "max_concurrent_samples": 16,
-        **rollout,
-    }
+    rollout = {"backend": "vllm", "dtype": "float32", "max_num_seqs": 16, "max_concurrent_samples": 16, **rollout}
     rollout.setdefault("parallelism", {"tp_size": 1})
     return Vllm.config(save_model(root / "model", model), rollout=rollout, **sections)
 
@@ -177,9 +165,7 @@ class TestUntied:
         models = [random_model(seed, tie_word_embeddings=False) for seed in (1, 2, 3)]
         output_layer_only = random_model(1, tie_word_embeddings=False)
         output_layer_only.lm_head.weight.data.copy_(models[1].lm_head.weight.data)
-        with subject_of(
-            tmp_path_factory.mktemp("untied"), [*models, output_layer_only], cls.ROLLOUT
-        ) as subject:
+        with subject_of(tmp_path_factory.mktemp("untied"), [*models, output_layer_only], cls.ROLLOUT) as subject:
             yield subject
 
     def test_engine_settings_arrive(self, subject: Subject) -> None:
@@ -270,9 +256,7 @@ class TestUntied:
         if len(allowed) < 10:
             assert drawn == allowed
 
-    def test_a_version_that_was_collected_after_it_was_fetched(
-        self, subject: Subject, tmp_path: Path
-    ) -> None:
+    def test_a_version_that_was_collected_after_it_was_fetched(self, subject: Subject, tmp_path: Path) -> None:
         weights = fetch(tmp_path, publish_model(tmp_path, subject.models[2], 39))
         assert len(collect(DirectoryStore(tmp_path), [], name="test-39")) == 1
         subject.run(subject.engine.load_weights(weights, 39))
@@ -363,9 +347,7 @@ class TestKeepKv:
         assert (checksum.content_hash, checksum.problems) == (None, [])
         versions.close()
 
-    def test_a_prompt_cached_under_another_timeline_is_computed_anew(
-        self, subject: Subject, tmp_path: Path
-    ) -> None:
+    def test_a_prompt_cached_under_another_timeline_is_computed_anew(self, subject: Subject, tmp_path: Path) -> None:
         """The same version number, other weights: kept caches of the first must not serve the second."""
         versions, prompt = Versions(tmp_path), encode("blocks of sixteen: " + "0123456789" * 4)
         for which in (0, 1, 0):
@@ -465,9 +447,7 @@ class TestRefusals:
     def test_a_quantised_engine(self, tmp_path: Path) -> None:
         rollout = {"backend": "vllm", "parallelism": {"tp_size": 1}, "quantization": "no_such_method"}
         self.refused(
-            tmp_path,
-            "^vLLM refuses these settings: Unknown quantization method: no_such_method",
-            rollout=rollout,
+            tmp_path, "^vLLM refuses these settings: Unknown quantization method: no_such_method", rollout=rollout
         )
 
 
@@ -489,12 +469,7 @@ def test_our_names_are_those_of_the_installed_vllm() -> None:
     for on_cpu in (False, True):
         assert set(engine_arguments(config, known=known, on_cpu=on_cpu)) <= known
     sampling = sampling_arguments(
-        SamplingSettings(max_tokens=4),
-        seed=1,
-        eos_token_ids={1},
-        prompt_tokens=1,
-        max_model_len=9,
-        vocabulary=9,
+        SamplingSettings(max_tokens=4), seed=1, eos_token_ids={1}, prompt_tokens=1, max_model_len=9, vocabulary=9
     )
     assert set(sampling) <= set(SamplingParams.__struct_fields__)
 
@@ -565,9 +540,7 @@ class TestPlugin:
     def layer(self) -> torch.nn.Module:
         return torch.nn.Linear(64, 32, bias=False).requires_grad_(False)
 
-    def test_layers_compute_from_their_weights(
-        self, layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_layers_compute_from_their_weights(self, layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.model_executor.layers import utils
 
         from rollout_worker.engines.vllm.plugin import keep_cpu_weights_replaceable

@@ -89,11 +89,7 @@ def follows(subject: Subject, model: Any, root: Path) -> list[str]:
         assert close <= EXACT
         assert error(before, *found) > 100 * EXACT, "what was served before shows"
         checksum = subject.checksum()
-        assert (checksum.content_hash, checksum.exact, checksum.problems) == (
-            publication.content_hash,
-            True,
-            [],
-        )
+        assert (checksum.content_hash, checksum.exact, checksum.problems) == (publication.content_hash, True, [])
     versions.close()
     return modes
 
@@ -102,8 +98,7 @@ WHOLE_AND_CHANGED = ["full", "in_place", "full", "in_place"]
 
 
 @pytest.mark.parametrize(
-    "family",
-    [name if name == "qwen3_moe" else pytest.param(name, marks=pytest.mark.soak) for name in FAMILIES],
+    "family", [name if name == "qwen3_moe" else pytest.param(name, marks=pytest.mark.soak) for name in FAMILIES]
 )
 def test_experts_are_updated_in_place(tmp_path: Path, family: str) -> None:
     model = model_of(family)

@@ -22,9 +22,7 @@ class Experts(torch.nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.w13_weight = torch.nn.Parameter(
-            torch.full((EXPERTS, 2 * PADDED, HIDDEN), 7.0, dtype=dtype), False
-        )
+        self.w13_weight = torch.nn.Parameter(torch.full((EXPERTS, 2 * PADDED, HIDDEN), 7.0, dtype=dtype), False)
 
     def load_weights(self, pairs: object) -> None:
         for name, tensor in pairs:  # type: ignore[attr-defined]

@@ -168,12 +168,7 @@ def test_a_machine_runs_what_its_own_configuration_says(nodes: Nodes, tmp_path: 
 
 
 def test_a_machine_is_found_by_its_environment(tmp_path: Path) -> None:
-    env = {
-        "COSMOS_ENGINE_NODES": "2",
-        "COSMOS_ENGINE_NODE": "1",
-        "COSMOS_ENGINE_LEADER": "a",
-        "COSMOS_TOKEN": "t",
-    }
+    env = {"COSMOS_ENGINE_NODES": "2", "COSMOS_ENGINE_NODE": "1", "COSMOS_ENGINE_LEADER": "a", "COSMOS_TOKEN": "t"}
     whole = env | {"COSMOS_ENGINE_FOLDER": str(tmp_path), "COSMOS_ENGINE_CONFIG": "/c"}
     assert nodes_of({}) is None
     assert nodes_of(whole) == Nodes(2, 1, "a", 29400, tmp_path, "t", Path("/c"))
@@ -273,9 +268,7 @@ def test_ranks_on_two_machines_are_one_engine(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("of_ranks", "words"), [(False, "the other side hung up"), (True, "vLLM's ranks have died")]
-)
+@pytest.mark.parametrize(("of_ranks", "words"), [(False, "the other side hung up"), (True, "vLLM's ranks have died")])
 def test_the_death_of_a_machine_ends_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_ranks: bool, words: str
 ) -> None:
@@ -292,11 +285,7 @@ def test_the_death_of_a_machine_ends_the_engine(
 @pytest.mark.soak
 def test_a_machine_that_dies_at_the_start_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def kill_when_it_starts(process: subprocess.Popen[bytes], log: Path) -> None:
-        until(
-            lambda: any("VLLM" in one.name() for one in psutil.Process(process.pid).children()),
-            "ranks",
-            BOOT_S,
-        )
+        until(lambda: any("VLLM" in one.name() for one in psutil.Process(process.pid).children()), "ranks", BOOT_S)
         process.kill()
 
     dies = pytest.raises(EngineFailed, match="node 1 of the engine is gone: the other side hung up")

@@ -23,13 +23,7 @@ from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import EngineConfigError, EngineFailed
 from rollout_worker.engines.vllm import adapter as vllm_adapter
 from rollout_worker.engines.vllm.adapter import VllmAdapter
-from rollout_worker.engines.vllm.processes import (
-    MODULES,
-    PARENT,
-    boot_environment,
-    environment,
-    follow_parent,
-)
+from rollout_worker.engines.vllm.processes import MODULES, PARENT, boot_environment, environment, follow_parent
 from rollout_worker.engines.vllm.scratch import Scratch
 from schema.config import Config
 from schema.util import host

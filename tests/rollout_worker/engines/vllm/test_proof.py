@@ -46,9 +46,7 @@ def right(model: Model, pairs: Pairs) -> None:
 
 
 def prove(
-    load: Callable[[Model, Pairs], None],
-    model: Model | None = None,
-    tensors: dict[str, torch.Tensor] | None = None,
+    load: Callable[[Model, Pairs], None], model: Model | None = None, tensors: dict[str, torch.Tensor] | None = None
 ) -> ProofReport:
     model = model or Model()
     trace = LoadTrace(model)

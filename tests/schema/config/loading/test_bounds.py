@@ -56,19 +56,11 @@ def a_socket(path: Path) -> None:
     ("make", "message", "hint"),
     [
         (lambda path: path.symlink_to("/dev/null"), "a device, not a file", "write it to a file first"),
-        (
-            lambda path: path.write_bytes(b"#" * (MAX_FILE_BYTES + 1)),
-            "larger than 1048576 bytes",
-            "right file?",
-        ),
+        (lambda path: path.write_bytes(b"#" * (MAX_FILE_BYTES + 1)), "larger than 1048576 bytes", "right file?"),
         (a_directory, "Is a directory", "give the path of a"),
         (a_socket, "cannot be read", ""),
         (lambda path: path.symlink_to(path.name), "symbolic links", ""),
-        (
-            lambda path: path.write_bytes(b"a = '\xff'"),
-            "not a text in UTF-8 (byte 5)",
-            "save the file as UTF-8",
-        ),
+        (lambda path: path.write_bytes(b"a = '\xff'"), "not a text in UTF-8 (byte 5)", "save the file as UTF-8"),
         (lambda path: path.write_bytes(b"a = '\0'"), "a binary file, not a text", "give the path of a"),
     ],
 )
@@ -224,10 +216,7 @@ def test_thousands_of_digits(tmp_path: Path) -> None:
 
 SIZES = [
     *(f"rollout.parallelism.{name}" for name in ("n_init_replicas", "tp_size", "dp_shard_size")),
-    *(
-        f"policy.parallelism.{name}"
-        for name in ("n_init_replicas", "tp_size", "pp_size", "dp_replicate_size")
-    ),
+    *(f"policy.parallelism.{name}" for name in ("n_init_replicas", "tp_size", "pp_size", "dp_replicate_size")),
     *("placement.nodes", "placement.gpus_per_node", "autoscale.max_replicas", "reward_model.n_init_replicas"),
     *("launcher.cpu_threads", "reward.num_workers", "rollout.n_generation", "rollout.max_concurrent_samples"),
     *("train.train_batch_per_replica", "policy.model_max_length", "train.epoch", "train.max_num_steps"),
@@ -240,10 +229,7 @@ def test_a_size_beyond_reason_names_the_bound(key: str) -> None:
     for value in (10**18, 2**400) if key not in ("train.epoch", "train.max_num_steps") else (2**64, 2**400):
         (problem,) = refusal(written(GRPO, {key: value})).problems
         assert problem.key == key
-        assert (
-            problem.message.startswith("must be at most ")
-            or "is too large for any purpose" in problem.message
-        )
+        assert problem.message.startswith("must be at most ") or "is too large for any purpose" in problem.message
 
 
 def test_a_job_without_gpus_has_a_process_for_each_rank() -> None:

@@ -17,9 +17,7 @@ from tests.schema.fuzz_config import check_data, fuzz, verdict
 from tests.schema.mutations import changes, mutate, names
 from tests.support.effort import examples
 
-CALM = settings(
-    max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+CALM = settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture

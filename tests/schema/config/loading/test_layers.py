@@ -169,9 +169,7 @@ def test_faults_are_placed_where_they_were_written_and_sorted_by_layer(tmp_path:
         ("train.seed", "--set train.seed=x"),
     ]
     assert found[4].hint == "did you mean `max_num_steps`?"
-    assert (
-        found[3].render().startswith("environment variable COSMOS_TRAIN__OPTM_LR: train.optm_lr: expected a")
-    )
+    assert found[3].render().startswith("environment variable COSMOS_TRAIN__OPTM_LR: train.optm_lr: expected a")
 
 
 def test_every_broken_file_is_named(tmp_path: Path, base: Path) -> None:
@@ -202,9 +200,7 @@ VERL = "actor_rollout_ref: {model: {path: x}}\nalgorithm: {adv_estimator: grpo}\
         ("x.toml", "[trainer]\n[orchestrator]\n[inference]\n", "this looks like a file of prime-rl", "cosmos-launch"),
     ],
 )  # fmt: skip
-def test_files_of_others_are_recognised(
-    tmp_path: Path, name: str, text: str, message: str, hint: str
-) -> None:
+def test_files_of_others_are_recognised(tmp_path: Path, name: str, text: str, message: str, hint: str) -> None:
     problem, *_ = refused(load, write(tmp_path, name, text))
     assert message in problem.message
     assert hint.replace("{}", str(tmp_path)) in problem.hint
@@ -221,13 +217,7 @@ def test_bottomless_nesting_is_a_fault_not_a_crash(base: Path) -> None:
     deep = write(base.parent, "deep.toml", f"{key} = 1\n")
     variable = {key.replace(".", "__").upper().replace("CUSTOM", "COSMOS_CUSTOM"): "1"}
     lists = "custom.x=" + "[" * 100 + "]" * 100
-    for arguments in (
-        (deep,),
-        ([base, deep, deep],),
-        (base, [f"{key}=1"]),
-        (base, [], variable),
-        (base, [lists]),
-    ):
+    for arguments in ((deep,), ([base, deep, deep],), (base, [f"{key}=1"]), (base, [], variable), (base, [lists])):
         assert any("nested too deeply" in problem.message for problem in refused(load, *arguments)), arguments
     data: dict[str, object] = {}
     for _ in range(3000):
@@ -250,18 +240,8 @@ def test_bottomless_nesting_is_a_fault_not_a_crash(base: Path) -> None:
         ("COSMOS_TRAIN__TIMESTAMP", "", "train.timestamp", ""),
         ("COSMOS_TRAIN__OPTM_BETAS", "[0.1, 0.2]", "train.optm_betas", [0.1, 0.2]),
         ("COSMOS_TRAIN__CKPT__SAVE_FREQ", "3", "train.ckpt.save_freq", 3),
-        (
-            "COSMOS_TRAIN__TRAIN_POLICY__DATASET__OPTIONS__N",
-            "9",
-            "train.train_policy.dataset.options",
-            {"n": 9},
-        ),
-        (
-            "COSMOS_CUSTOM__Deep__KEY",
-            "true",
-            "custom",
-            {"table": {"a": 1, "b": [1, 2]}, "deep": {"key": True}},
-        ),
+        ("COSMOS_TRAIN__TRAIN_POLICY__DATASET__OPTIONS__N", "9", "train.train_policy.dataset.options", {"n": 9}),
+        ("COSMOS_CUSTOM__Deep__KEY", "true", "custom", {"table": {"a": 1, "b": [1, 2]}, "deep": {"key": True}}),
     ],
 )
 def test_variables(base: Path, name: str, text: str, key: str, value: object) -> None:
@@ -314,11 +294,7 @@ def test_every_key_has_a_variable_that_writes_it() -> None:
 
 @pytest.mark.scaled
 @settings(max_examples=examples(25), deadline=None)
-@given(
-    st.dictionaries(
-        st.from_regex(r"COSMOS_[A-Za-z_]{0,30}", fullmatch=True), st.text(max_size=20), max_size=4
-    )
-)
+@given(st.dictionaries(st.from_regex(r"COSMOS_[A-Za-z_]{0,30}", fullmatch=True), st.text(max_size=20), max_size=4))
 def test_any_environment_gets_a_clean_verdict(env: dict[str, str]) -> None:
     path = Path(__file__).parent / "absent.toml"
     with pytest.raises(ConfigError):
@@ -331,28 +307,20 @@ def test_any_environment_gets_a_clean_verdict(env: dict[str, str]) -> None:
 
 def test_findings_are_placed_like_faults(tmp_path: Path, base: Path) -> None:
     loaded = load(base, ["controller.port=80"])
-    places = loaded.placed(
-        [Problem("controller.port", "in use"), Problem("", "no vllm"), Problem("redis.url", "x")]
-    )
+    places = loaded.placed([Problem("controller.port", "in use"), Problem("", "no vllm"), Problem("redis.url", "x")])
     assert [p.where for p in places] == ["", str(base), "--set controller.port=80"]
 
 
 # ---- anything ---------------------------------------------------------------------------------------------
 
-FEW = settings(
-    max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FEW = settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
-variables = st.dictionaries(
-    st.sampled_from([variable_of(tuple(key.split("."))) for key in leaf_keys()]), texts
-)
+variables = st.dictionaries(st.sampled_from([variable_of(tuple(key.split("."))) for key in leaf_keys()]), texts)
 
 
 @pytest.mark.scaled
 @FEW
-@given(
-    first=changes, second=changes, env=variables, sets=st.lists(texts.map("custom.x={}".format), max_size=2)
-)
+@given(first=changes, second=changes, env=variables, sets=st.lists(texts.map("custom.x={}".format), max_size=2))
 def test_spoiled_files_over_each_other(
     tmp_path: Path, first: Any, second: Any, env: dict[str, str], sets: list[str]
 ) -> None:
@@ -369,9 +337,7 @@ def test_spoiled_files_over_each_other(
             assert path[-1].encode() in lines[origin.name][origin.line - 1]
 
 
-def verdict(
-    files: list[Path], sets: list[str], env: dict[str, str]
-) -> tuple[LoadedConfig | None, list[Problem]]:
+def verdict(files: list[Path], sets: list[str], env: dict[str, str]) -> tuple[LoadedConfig | None, list[Problem]]:
     """What loading says: a configuration, or what is wrong with it."""
     try:
         return load(files, sets, env), []
@@ -393,12 +359,7 @@ url = "http://a:1"
 def test_tables_in_a_list_are_written_one_by_one(tmp_path: Path, base: Path) -> None:
     """By --set and by variables, the next one too; whole from a later file."""
     file = write(tmp_path, "teachers.toml", TEACHERS)
-    sets = [
-        "teacher[0].weight=2.0",
-        "teacher[2].name=third",
-        'teacher[2].model="c/d"',
-        'teacher[1].source=["x"]',
-    ]
+    sets = ["teacher[0].weight=2.0", "teacher[2].name=third", 'teacher[2].model="c/d"', 'teacher[1].source=["x"]']
     loaded = load([base, file], sets, {"COSMOS_TEACHER__1__WEIGHT": "0.5"})
     assert [(one.name, one.weight, one.source) for one in loaded.config.teacher] == [
         ("near", 2.0, []), ("far", 0.5, ["x"]), ("third", 1.0, []),
@@ -415,11 +376,7 @@ def test_tables_in_a_list_are_written_one_by_one(tmp_path: Path, base: Path) -> 
 @pytest.mark.parametrize(
     ("text", "place", "words"),
     [
-        (
-            "[[teacher]]\nname = 'a'\nmodel = 'a/b'\nweigth = 1.0",
-            ":4:1: teacher[0].weigth",
-            "did you mean `weight`",
-        ),
+        ("[[teacher]]\nname = 'a'\nmodel = 'a/b'\nweigth = 1.0", ":4:1: teacher[0].weigth", "did you mean `weight`"),
         ("[teacher]\nname = 'a'", ":1:1: teacher", "write each as a table: [[teacher]]"),
         (
             "[[teacher]]\nname = 'a'\nmodel = 'a/b'\n[[teacher]]\nmodel = 3",

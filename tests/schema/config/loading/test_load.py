@@ -162,12 +162,7 @@ def test_keys_of_the_other_algorithm(tmp_path: Path) -> None:
         ("deterministic = 1", "deterministic", "expected true or false, got the integer 1", ""),
         ("output_dir = 3", "output_dir", "expected a string, got the integer 3", 'output_dir = "3"'),
         ("output_dir = ''", "output_dir", "must not be empty", ""),
-        (
-            "optm_lr = '1e-6'",
-            "optm_lr",
-            "expected a number or a list of numbers, got the string '1e-6'",
-            "= 1e-6",
-        ),
+        ("optm_lr = '1e-6'", "optm_lr", "expected a number or a list of numbers, got the string '1e-6'", "= 1e-6"),
         ("optm_lr = [1, 'a']", "optm_lr[1]", "expected a number, got the string 'a'", ""),
         ("optm_lr = -1", "optm_lr", "must be at least 0.0, got -1", ""),
         ("optm_betas = [0.9]", "optm_betas", "must have 2 items, got 1", ""),
@@ -187,9 +182,7 @@ def test_keys_of_the_other_algorithm(tmp_path: Path) -> None:
         ("timestamp = '../x'", "timestamp", "does not have the form", ""),
     ],
 )
-def test_types_and_bounds_in_the_users_words(
-    tmp_path: Path, line: str, key: str, message: str, hint: str
-) -> None:
+def test_types_and_bounds_in_the_users_words(tmp_path: Path, line: str, key: str, message: str, hint: str) -> None:
     problem = only(tmp_path, text(train=line))
     assert problem.key == f"train.{key}"
     assert message in problem.message
@@ -212,9 +205,9 @@ def test_unknown_algorithm(tmp_path: Path) -> None:
     assert problem.line == 8
     assert only(tmp_path, text(policy="type = 3")).message.endswith("got the integer 3")
     assert only(tmp_path, text(policy="type = []")).message.endswith("got a list")
-    assert only(
-        tmp_path, "train = {train_policy = 3, compile = false}\n[policy]\nparallelism.tp_size = 1"
-    ).key == ("train.train_policy")
+    assert only(tmp_path, "train = {train_policy = 3, compile = false}\n[policy]\nparallelism.tp_size = 1").key == (
+        "train.train_policy"
+    )
 
 
 def test_all_problems_at_once_in_file_order(tmp_path: Path) -> None:
@@ -250,9 +243,7 @@ def test_a_fault_has_no_echo(tmp_path: Path) -> None:
     assert problem.key == "rollout.n_generation"
 
 
-def test_position_of_what_is_not_written_is_its_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_position_of_what_is_not_written_is_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(UNAVAILABLE, "train.compile", Unavailable((False,), "torch.compile"))
     content = text().replace("compile = false", "")
     problem = only(tmp_path, content)

@@ -21,9 +21,7 @@ def refused(data: dict[str, Any]) -> dict[str, str]:
 
 
 def test_huge_integers_are_refused_by_key() -> None:
-    found = refused(
-        changed(GRPO, train__train_batch_per_replica=HUGE, policy__parallelism__n_init_replicas=-HUGE)
-    )
+    found = refused(changed(GRPO, train__train_batch_per_replica=HUGE, policy__parallelism__n_init_replicas=-HUGE))
     assert found.keys() == {"train.train_batch_per_replica", "policy.parallelism.n_init_replicas"}
     assert "an integer of 13288 bits" in found["train.train_batch_per_replica"]
 

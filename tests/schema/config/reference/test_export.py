@@ -53,16 +53,12 @@ def test_head() -> None:
 
 
 @pytest.mark.parametrize("data", [{}, GRPO, SFT], ids=["empty", "grpo", "sft"])
-def test_sound_configurations_are_valid(
-    validator: jsonschema.Draft202012Validator, data: dict[str, Any]
-) -> None:
+def test_sound_configurations_are_valid(validator: jsonschema.Draft202012Validator, data: dict[str, Any]) -> None:
     validator.validate(data)
     validator.validate(Config.model_validate(data).to_dict())
 
 
-def test_the_resolved_configuration_of_everything_is_valid(
-    validator: jsonschema.Draft202012Validator,
-) -> None:
+def test_the_resolved_configuration_of_everything_is_valid(validator: jsonschema.Draft202012Validator) -> None:
     data = changed(
         GRPO,
         train__resume="x",

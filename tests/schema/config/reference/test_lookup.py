@@ -48,9 +48,7 @@ def _check_example(info: KeyInfo) -> None:
     Config.model_validate(data)
     if info.override:
         name, _, text = info.override.partition("=")
-        assert tuple(part for part in dotted_path(name) or () if isinstance(part, str)) == tuple(
-            info.key.split(".")
-        )
+        assert tuple(part for part in dotted_path(name) or () if isinstance(part, str)) == tuple(info.key.split("."))
         assert info.variable.endswith(f"={text}")
         value: Any = tomllib.loads(info.example)
         for part in info.key.split("."):

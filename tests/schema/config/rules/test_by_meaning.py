@@ -11,18 +11,7 @@ import pytest
 
 from schema.config import Config
 from schema.config.loading.explain import all_fields
-from schema.config.rules import (
-    RULES,
-    WARNINGS,
-    algorithm,
-    batch,
-    mesh,
-    profiler,
-    role,
-    timing,
-    trainable,
-    training,
-)
+from schema.config.rules import RULES, WARNINGS, algorithm, batch, mesh, profiler, role, timing, trainable, training
 from schema.config.rules import checkpoint as ckpt
 from schema.config.rules.rows import FirstOf, InGrpo, Rule
 from schema.config.rules.rows import Row as Row_
@@ -144,10 +133,7 @@ FAULTS = {
         for name in ("lease_timeout", "heartbeat_timeout")
     ],
     "averages_agree": [
-        (
-            {f"{P}.unbiased_loss_max_tokens": 100},
-            *("100", f'{P}.loss_type = "seq-mean-token-mean"', '"token-mean"'),
-        ),
+        ({f"{P}.unbiased_loss_max_tokens": 100}, *("100", f'{P}.loss_type = "seq-mean-token-mean"', '"token-mean"')),
         (
             {f"{P}.loss_type": "seq-mean-token-sum", f"{P}.variant": "gspo"},
             *(f'{P}.variant = "gspo"', '"seq-mean-token-sum"'),
@@ -191,22 +177,12 @@ FAULTS = {
         ({"critic.enable": True, ESTIMATOR: "rloo"}, f'{ESTIMATOR} = "rloo"'),
     ],
     "critic_warms_up_in_time": [
-        (
-            {"critic.warmup_steps": 30, "train.max_num_steps": 20} | CRITIC,
-            *("30 steps", "train.max_num_steps = 20"),
-        )
+        ({"critic.warmup_steps": 30, "train.max_num_steps": 20} | CRITIC, *("30 steps", "train.max_num_steps = 20"))
     ],
     algorithm.groups_are_large_enough: [
+        *((ALONE | {ESTIMATOR: name}, f'{ESTIMATOR} = "{name}"', "rollout.n_generation = 1") for name in GROUPED),
         *(
-            (ALONE | {ESTIMATOR: name}, f'{ESTIMATOR} = "{name}"', "rollout.n_generation = 1")
-            for name in GROUPED
-        ),
-        *(
-            (
-                {f"{P}.{key}": value, ESTIMATOR: "reinforce_plus_plus"} | ALONE,
-                str(value),
-                "rollout.n_generation = 1",
-            )
+            ({f"{P}.{key}": value, ESTIMATOR: "reinforce_plus_plus"} | ALONE, str(value), "rollout.n_generation = 1")
             for key, value in (("filter_reward_metric", "boxed_math"), ("min_filter_prefix_tokens", 8))
         ),
     ],
@@ -227,9 +203,7 @@ FAULTS = {
         ({"reference.model_name_or_path": "owner/name"}, f"{P}.kl_beta = 0.0"),
         ({"reference.parallelism": {"tp_size": 1}}, f"{P}.kl_beta = 0.0"),
     ],
-    "resets_agree": [
-        ({f"{P}.reset_optimizer_with_reference": False}, f"{P}.reference_reset_interval is unset")
-    ],
+    "resets_agree": [({f"{P}.reset_optimizer_with_reference": False}, f"{P}.reference_reset_interval is unset")],
     "reward_term_is_complete": [
         ({f"{KL}.type": "k2"}, '"k2"', f"{KL}.beta = 0.0"),
         ({f"{KL}.controller": "adaptive"}, '"adaptive"', f"{KL}.beta = 0.0"),
@@ -250,10 +224,7 @@ FAULTS = {
         ),
         ({"@.optm_decay_type": "cosine"}, "cosine", "@.optm_decay_ratio"),
         ({"@.optm_decay_steps": 10}, "@.optm_decay_type"),
-        (
-            {"@.optm_decay_ratio": 0.5, "@.optm_decay_type": "inverse_sqrt"},
-            '@.optm_decay_type = "inverse_sqrt"',
-        ),
+        ({"@.optm_decay_ratio": 0.5, "@.optm_decay_type": "inverse_sqrt"}, '@.optm_decay_type = "inverse_sqrt"'),
         ({"@.optm_min_lr_factor": 0.1}, "@.optm_decay_type"),
     ),
     training.decay_fits_the_run: of_both(
@@ -297,10 +268,7 @@ FAULTS = {
     ],
     "hub_uploads_are_complete": [
         ({f"{K}.upload_hf": True, f"{K}.hf_repo_name": ""}, f"{K}.hf_repo_name", "empty"),
-        (
-            {f"{K}.upload_hf": True, f"{K}.hf_repo_name": "Comos-Reason1"},
-            *(f"{K}.hf_repo_name", '"Comos-Reason1"'),
-        ),
+        ({f"{K}.upload_hf": True, f"{K}.hf_repo_name": "Comos-Reason1"}, *(f"{K}.hf_repo_name", '"Comos-Reason1"')),
         (
             {f"{K}.upload_hf": True, f"{K}.hf_repo_name": "me/model", f"{K}.export_safetensors": False},
             f"{K}.export_safetensors = false",
@@ -316,10 +284,7 @@ FAULTS = {
         for name in names
     ],
     "there_is_something_to_upload": [
-        (
-            {f"{K}.upload_s3": "final", "launcher.export_final": False},
-            *('"final"', "launcher.export_final = false"),
-        ),
+        ({f"{K}.upload_s3": "final", "launcher.export_final": False}, *('"final"', "launcher.export_final = false")),
         ({f"{K}.upload_hf": True, f"{K}.enable_checkpoint": False}, f"{K}.enable_checkpoint = false"),
     ],
     "checkpoints_hold_weights": [
@@ -329,10 +294,7 @@ FAULTS = {
         )
     ],
     "epochs_end_in_time": [
-        (
-            {f"{K}.save_freq_in_epoch": 3, "train.epoch": 2},
-            *("3 epochs are never complete", "train.epoch = 2"),
-        )
+        ({f"{K}.save_freq_in_epoch": 3, "train.epoch": 2}, *("3 epochs are never complete", "train.epoch = 2"))
     ],
     ckpt.loads_what_was_saved: [
         (
@@ -354,24 +316,18 @@ FAULTS = {
     ],
     "fp4_is_not_trained": [
         ({f"train.fp4.{name}": value}, "128 tokens")
-        for name, value in (
-            ("enable_fp4", True),
-            ("fp4_recipe", "delayed_scaling"),
-            ("quant_recipe", "tensorwise"),
-        )
+        for name, value in (("enable_fp4", True), ("fp4_recipe", "delayed_scaling"), ("quant_recipe", "tensorwise"))
     ],
     "overlap_is_of_compiled_exchanges": [({"train.async_tp_enabled": True}, "collectives of DTensor")],
     training.kernels_take_their_types: [
         ({"train.fa_version": 2, "train.param_dtype": "float32"}, 'train.param_dtype = "float32"'),
         (
-            {"train.fa_version": 3, "train.param_dtype": "bfloat16", "critic.param_dtype": "float32"}
-            | CRITIC,
+            {"train.fa_version": 3, "train.param_dtype": "bfloat16", "critic.param_dtype": "float32"} | CRITIC,
             'critic.param_dtype = "float32"',
         ),
     ],
     "kernels_take_whole_layers": [
-        ({"policy.enable_liger_kernel": True, f"{M}.{size}": 2}, f"{M}.{size} = 2")
-        for size in ("tp_size", "pp_size")
+        ({"policy.enable_liger_kernel": True, f"{M}.{size}": 2}, f"{M}.{size} = 2") for size in ("tp_size", "pp_size")
     ],
     "masters_hold_small_steps": [
         ({"train.master_dtype": "float16"}, "below 2e-4"),
@@ -539,8 +495,7 @@ FAULTS = {
         ({f"{C}.tp_size": 8} | FOUR | CRITIC, "a mesh of 8 ranks (tp_size 8)"),
         ({f"{C}.tp_size": 8, f"{C}.dp_shard_size": -1} | FOUR | CRITIC, "a mesh of 8 ranks (tp_size 8)"),
         (
-            {f"{C}.dp_shard_size": 3, f"{C}.tp_size": 1, f"{M}.dp_shard_size": -1, f"{M}.pp_size": 2}
-            | CRITIC,
+            {f"{C}.dp_shard_size": 3, f"{C}.tp_size": 1, f"{M}.dp_shard_size": -1, f"{M}.pp_size": 2} | CRITIC,
             "no multiple of 2 (pp_size 2)",
         ),
         (
@@ -567,10 +522,7 @@ FAULTS = {
             ({KL: {"beta": 0.1, "type": "full"}}, f'{KL}.type = "full"'),
             (REFERENCE | {f"{P}.reference_reset_interval": 5}, "5 makes it a copy"),
             (REFERENCE | ADAPTER, "policy.lora"),
-            (
-                REFERENCE | {"placement.policy": [0, 1, 2, 3], "placement.reference": [4, 5, 6, 7]},
-                "[4, 5, 6, 7]",
-            ),
+            (REFERENCE | {"placement.policy": [0, 1, 2, 3], "placement.reference": [4, 5, 6, 7]}, "[4, 5, 6, 7]"),
         )
     ],
     mesh.stages_take_any_shape: [
@@ -592,11 +544,7 @@ FAULTS = {
     mesh.dispatch_has_ranks: [
         ({"policy.moe_token_dispatcher": "allgather"}, '"allgather"', f"{M}.ep_size = 1"),
         (
-            {
-                "policy.moe_shared_expert_overlap": True,
-                "policy.moe_token_dispatcher": "allgather",
-                f"{M}.ep_size": 2,
-            },
+            {"policy.moe_shared_expert_overlap": True, "policy.moe_token_dispatcher": "allgather", f"{M}.ep_size": 2},
             'policy.moe_token_dispatcher = "allgather"',
         ),
         (
@@ -687,14 +635,7 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GRPO, {ESTIMATOR: f"{__file__}:found", f"{P}.gamma": 0.9}),
     (GRPO, CRITIC | {f"{P}.gae_lambda": 0.95, f"{P}.gamma": 0.99}),
     (GRPO, {f"{P}.kl_beta": 0.1, f"{P}.kl_type": "full", "reference.offload": True}),
-    (
-        GRPO,
-        {
-            f"{P}.kl_beta": 0.1,
-            f"{P}.reference_reset_interval": 5,
-            f"{P}.reset_optimizer_with_reference": False,
-        },
-    ),
+    (GRPO, {f"{P}.kl_beta": 0.1, f"{P}.reference_reset_interval": 5, f"{P}.reset_optimizer_with_reference": False}),
     (GRPO, {KL: {"beta": 0.1, "controller": "adaptive", "target": 0.2}, "reference.offload": True}),
     (GRPO, {f"{P}.mini_batch_shuffle": True, f"{P}.mini_batch_shuffle_seed": 1, f"{P}.mu_iterations": 2}),
     (GRPO, {f"{P}.mini_batch_shuffle": True, f"{P}.{OPTIMIZE}": 8}),
@@ -702,23 +643,9 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GRPO, {f"{P}.sample_masks": {"truncated": True, "failed_from_tokens": 2048}}),
     (GRPO, {f"{P}.aipo_rho": 4.0, f"{P}.variant": "dapo"}),
     (GRPO, {f"{P}.use_decoupled_loss": True, f"{P}.behav_imp_weight_cap": 5.0}),
-    (
-        GRPO,
-        {
-            FIX: {
-                "weights": "token",
-                "cap": 3.0,
-                "reject": "sequence",
-                "reject_below": 0.5,
-                "reject_above": 2.0,
-            }
-        },
-    ),
+    (GRPO, {FIX: {"weights": "token", "cap": 3.0, "reject": "sequence", "reject_below": 0.5, "reject_above": 2.0}}),
     (SFT, {"train.optm_decay_type": "inverse_sqrt"}),
-    (
-        SFT,
-        {"train.optm_decay_type": "wsd", "train.optm_decay_steps": 10, "train.optm_wsd_decay_type": "linear"},
-    ),
+    (SFT, {"train.optm_decay_type": "wsd", "train.optm_decay_steps": 10, "train.optm_wsd_decay_type": "linear"}),
     (SFT, {"train.optm_decay_type": "wsd", "train.optm_decay_ratio": 0.1, "train.optm_num_cycles": 1.5}),
     (SFT, {"train.optm_weight_decay_ramp": "cosine", "train.optm_weight_decay_start": 0.3}),
     (SFT, {"train.optm_name": "Muon", "train.optm_lr": [1e-2, 1e-3], "train.optm_momentum": 0.9}),
@@ -750,13 +677,7 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GRPO, {"autoscale.enable": True, "autoscale.min_replicas": 0}),
     (GRPO, {"reward_model.enable": True, "reward_model.custom_class": "mine.py:Scorer"}),
     (GRPO, {f"{P}.domain_column_name": "topic", f"{P}.domain_shares": {"a": 0.333, "b": 0.667}}),
-    (
-        GRPO,
-        {
-            M: {"tp_size": 1, "pp_size": 2, "virtual_pp_size": 2, "pp_micro_batch_size": 2},
-            f"{P}.mini_batch": 4,
-        },
-    ),
+    (GRPO, {M: {"tp_size": 1, "pp_size": 2, "virtual_pp_size": 2, "pp_micro_batch_size": 2}, f"{P}.mini_batch": 4}),
     (GRPO, {M: {"ep_size": 2, "dp_shard_size": 4, "tp_size": 1}, "policy.moe_token_dispatcher": "allgather"}),
     (GRPO, {M: {"tp_size": 2, "sequence_parallel": True}, "policy.moe_token_dispatcher": "allgather"}),
     (GRPO, VLLM | {f"{R}.tp_size": 4, f"{R}.ep_size": 4, f"{R}.pp_size": 2}),
@@ -804,15 +725,11 @@ def keys_named(rule: Rule) -> list[str]:
 
 
 def test_rows_name_keys_that_are_there() -> None:
-    known = {".".join(path[:end]) for path in all_fields() for end in range(1, len(path) + 1)} | {
-        *dir(Config)
-    }
+    known = {".".join(path[:end]) for path in all_fields() for end in range(1, len(path) + 1)} | {*dir(Config)}
     assert [key for rule in (*RULES, *WARNINGS) for key in keys_named(rule) if key not in known] == []
 
 
-@pytest.mark.parametrize(
-    ("base", "values"), SOUND, ids=lambda value: ",".join(value) if len(value) < 6 else ""
-)
+@pytest.mark.parametrize(("base", "values"), SOUND, ids=lambda value: ",".join(value) if len(value) < 6 else "")
 def test_what_stands_next_to_a_fault_is_sound(base: dict[str, Any], values: dict[str, Any]) -> None:
     assert found(base, values) == []
 

@@ -72,9 +72,7 @@ def test_on_policy_alone_means_a_bound_of_zero() -> None:
     assert problems(**values) == []
 
 
-@pytest.mark.parametrize(
-    ("interval", "bound", "sound"), [(1, 0, True), (3, 2, True), (3, 1, False), (6, 4, False)]
-)
+@pytest.mark.parametrize(("interval", "bound", "sound"), [(1, 0, True), (3, 2, True), (3, 1, False), (6, 4, False)])
 def test_publication_interval_fits_the_bound(interval: int, bound: int, sound: bool) -> None:
     found = problems(train__sync_weight_interval=interval, train__train_policy__allowed_outdated_steps=bound)
     assert [problem.key for problem in found] == ([] if sound else ["train.sync_weight_interval"])
@@ -177,11 +175,7 @@ def test_extra_is_no_detour(name: str, hint: str) -> None:
         ("spec_model", "org/draft", "this build cannot do speculative decoding yet"),
         ("quantization_config", {"a": 1}, "this build cannot do quantisation layer by layer yet"),
         ("data_parallel_rank", 1, "this build cannot do data parallelism over several machines yet"),
-        (
-            "decode_context_parallel_size",
-            2,
-            "this build cannot do context parallelism of a rollout replica yet",
-        ),
+        ("decode_context_parallel_size", 2, "this build cannot do context parallelism of a rollout replica yet"),
         ("enable_eplb", True, "this build cannot do experts that move between ranks yet"),
         ("hf_overrides", {"a": 1}, "write it as policy.override_config"),
         ("nnodes", 2, "this build cannot do a rollout replica on several machines yet"),
@@ -241,10 +235,7 @@ HALF = VLLM | {"rollout.dtype": "bfloat16"}
         ({Q: "gptq"} | HALF, ("calibrated", "full precision")),
         ({Q: "int3"} | HALF, ("vLLM does not quantise published weights so",)),
         ({Q: "fp8", "rollout.dtype": "float32"} | VLLM, ("compute in 16 bits", "float32")),
-        (
-            {Q: "fp8", "policy.lora.r": 4, "weight_sync.lora": "adapter"} | HALF,
-            ('weight_sync.lora = "adapter"',),
-        ),
+        ({Q: "fp8", "policy.lora.r": 4, "weight_sync.lora": "adapter"} | HALF, ('weight_sync.lora = "adapter"',)),
     ],
 )
 def test_what_an_engine_quantises(values: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -264,11 +255,7 @@ IDS = {REPLAY: "ids"}
     ("values", "key", "words"),
     [
         ({REPLAY: "weights"} | VLLM, REPLAY, ("vLLM returns the ids", "without their weights")),
-        (
-            IDS | VLLM | {"rollout.parallelism.pp_size": 2},
-            "rollout.parallelism.pp_size",
-            ("one stage", '"ids"'),
-        ),
+        (IDS | VLLM | {"rollout.parallelism.pp_size": 2}, "rollout.parallelism.pp_size", ("one stage", '"ids"')),
         (IDS | {"train.compile": True}, "train.compile", (f'{REPLAY} = "ids"',)),
     ],
 )
@@ -342,11 +329,7 @@ def test_a_fault_is_the_only_one_and_has_a_sound_neighbour(
 ROOMS = [
     (RESPONSE, {RESPONSE: 4096}, {RESPONSE: 4095}),
     (RESPONSE, {RESPONSE: 2048, ROOM: 2048}, {RESPONSE: 2048, ROOM: 2049}),
-    (
-        "validation.max_response_length",
-        LONG | {"validation.enable": True},
-        LONG | {"validation.enable": False},
-    ),
+    ("validation.max_response_length", LONG | {"validation.enable": True}, LONG | {"validation.enable": False}),
 ]
 """Answers as long as a sequence, and shorter ones."""
 
@@ -374,10 +357,7 @@ def test_timeouts_outlive_a_heartbeat(key: str) -> None:
     [
         ({"optm_warmup_steps": 20.0}, "optm_warmup_steps"),
         ({"optm_warmup_steps": 1.0}, None),
-        (
-            {"optm_warmup_steps": 0.5, "optm_decay_ratio": 0.6, "optm_decay_type": "cosine"},
-            "optm_decay_ratio",
-        ),
+        ({"optm_warmup_steps": 0.5, "optm_decay_ratio": 0.6, "optm_decay_type": "cosine"}, "optm_decay_ratio"),
         ({"optm_decay_ratio": 0.4, "optm_decay_type": "wsd", "optm_min_lr_factor": 0.1}, None),
         ({"optm_decay_type": "linear"}, "optm_decay_type"),
         ({"optm_decay_type": "linear", "optm_decay_ratio": 0.0}, "optm_decay_type"),

@@ -40,9 +40,7 @@ def write_rows(name: str, rows: list[dict[str, Any]]) -> str:
     return name
 
 
-@pytest.mark.parametrize(
-    "name", ["data.parquet", "data.jsonl", "data.json", "./d/data.jsonl", "d/e/train.parquet"]
-)
+@pytest.mark.parametrize("name", ["data.parquet", "data.jsonl", "data.json", "./d/data.jsonl", "d/e/train.parquet"])
 def test_columns_of_every_kind_of_file(name: str) -> None:
     write_rows(name, ROWS)
     assert data(name) == []
@@ -124,14 +122,10 @@ def test_a_home_directory_is_written_out() -> None:
     assert only(train__output_dir="~/runs").key == "train.output_dir"
 
 
-@pytest.mark.parametrize(
-    "name", ["gsm8k", "openai/gsm8k", "HuggingFaceH4/MATH-500", "user.name/data_set-1.0"]
-)
+@pytest.mark.parametrize("name", ["gsm8k", "openai/gsm8k", "HuggingFaceH4/MATH-500", "user.name/data_set-1.0"])
 def test_names_on_the_hub_are_accepted(name: str) -> None:
     assert local_path(name) is None
-    values = {
-        "train__train_policy__dataset": {"name": name, "subset": "main", "revision": "abc", "split": "test"}
-    }
+    values = {"train__train_policy__dataset": {"name": name, "subset": "main", "revision": "abc", "split": "test"}}
     assert problems(**values) == []
 
 
@@ -146,10 +140,7 @@ def test_directories_are_read_by_split() -> None:
     write_rows("data/deep/train-00000-of-00001.parquet", ROWS)
     assert data("data") == []
     values = {"train__train_policy__dataset": {"name": "data", "split": ["test"]}}
-    assert {problem.key for problem in problems(**values)} == {
-        f"{P}.prompt_column_name",
-        f"{P}.response_column_name",
-    }
+    assert {problem.key for problem in problems(**values)} == {f"{P}.prompt_column_name", f"{P}.response_column_name"}
     values["train__train_policy__dataset"]["split"] = "dev"
     assert "no data file of split 'dev'" in only(**values).message
     validation = {"validation__enable": True, "validation__dataset__name": "data"}
@@ -242,9 +233,7 @@ def test_supervised_training_validates_on_conversations() -> None:
     assert (problem.key, "heldout.parquet" in problem.hint) == ("validation.dataset.name", True)
     assert data("talk.jsonl", SFT, **on, validation__dataset__name="talk.jsonl", validation__freq=5) == []
     assert data("talk.jsonl", SFT, **on, train__train_policy__dataset__test_size=0.1) == []
-    (problem,) = data(
-        "talk.jsonl", SFT, **on, validation__dataset={"name": "talk.jsonl", "max_prompt_length": 5}
-    )
+    (problem,) = data("talk.jsonl", SFT, **on, validation__dataset={"name": "talk.jsonl", "max_prompt_length": 5})
     assert problem.key == "validation.dataset.max_prompt_length"
     (problem,) = data(
         "talk.jsonl",
@@ -282,12 +271,7 @@ def reward(spec: Any, **values: Any) -> list[Problem]:
 
 
 def test_reward_functions_are_known() -> None:
-    assert (
-        reward("gsm8k")
-        == reward(["format", "single_choice"])
-        == reward({"boxed_math": 1, "format": 0.2})
-        == []
-    )
+    assert reward("gsm8k") == reward(["format", "single_choice"]) == reward({"boxed_math": 1, "format": 0.2}) == []
     (problem,) = reward("boxd_math")
     assert (problem.key, problem.hint) == (f"{P}.reward_function", "did you mean `boxed_math`?")
     assert 'your own: "path/to/file.py:function"' in reward("zzz")[0].hint
@@ -343,7 +327,5 @@ def test_files_that_may_not_be_read() -> None:
 
 
 def test_problems_of_data_come_with_all_others() -> None:
-    found = refused(
-        check_config, changed(GRPO, train__epoch=0, train__train_policy__dataset__name="nope.jsonl")
-    )
+    found = refused(check_config, changed(GRPO, train__epoch=0, train__train_policy__dataset__name="nope.jsonl"))
     assert [problem.key for problem in found] == ["train.epoch", f"{P}.dataset.name"]

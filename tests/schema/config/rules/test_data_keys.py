@@ -49,13 +49,7 @@ def test_files_that_cannot_be_read_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("name", "owner/name"),
-        ("split", "train"),
-        ("subset", "main"),
-        ("revision", "v1"),
-        ("options", {"n": 3}),
-    ],
+    [("name", "owner/name"), ("split", "train"), ("subset", "main"), ("revision", "v1"), ("options", {"n": 3})],
 )
 def test_files_stand_alone(name: str, value: Any) -> None:
     write_rows("a.jsonl", ROWS)
@@ -121,9 +115,7 @@ def test_pairs_and_a_written_conversation_contradict() -> None:
         written = {"train__train_policy__conversation_column_name": name}
         (problem,) = data("pairs.jsonl", SFT, **PAIRS, **written)
         assert problem.key == f"{P}.conversation_column_name"
-    config = Config.model_validate(
-        changed(SFT, **PAIRS, train__train_policy__dataset={"name": "pairs.jsonl"})
-    )
+    config = Config.model_validate(changed(SFT, **PAIRS, train__train_policy__dataset={"name": "pairs.jsonl"}))
     assert check_config(config.to_dict()).sft.has_pairs, "the resolved configuration is sound"
 
 
@@ -244,9 +236,7 @@ def test_modules_are_imported_in_order_and_a_failure_is_named(monkeypatch: pytes
     Path("cosmos_test_good.py").write_text("value = 3\n")
     Path("cosmos_test_bad.py").write_text("import cosmos_test_good\nimport cosmos_test_missing\n")
     monkeypatch.syspath_prepend(str(Path.cwd()))
-    with pytest.raises(
-        ExternalModuleError, match=r"`cosmos_test_bad` .*No module named 'cosmos_test_missing'"
-    ):
+    with pytest.raises(ExternalModuleError, match=r"`cosmos_test_bad` .*No module named 'cosmos_test_missing'"):
         import_external(["cosmos_test_bad"])
     assert sys.modules["cosmos_test_good"].value == 3
 

@@ -9,12 +9,7 @@ import pytest
 
 from schema.config import check_config, check_rules, check_warnings
 from schema.config.keys import leaf_keys, section_keys
-from schema.config.rules.idle import (
-    OF_ANOTHER_JOB,
-    SWITCHED_OFF,
-    keys_are_switched_on,
-    keys_belong_to_this_job,
-)
+from schema.config.rules.idle import OF_ANOTHER_JOB, SWITCHED_OFF, keys_are_switched_on, keys_belong_to_this_job
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.remedies import config_of
 
@@ -149,6 +144,4 @@ def test_a_resolved_configuration_is_judged_as_its_source(base: dict[str, Any]) 
     source = check_config(base)
     again = check_config(source.to_dict())
     assert keys_belong_to_this_job(again) == []
-    assert [warning.key for warning in check_warnings(again)] == [
-        warning.key for warning in check_warnings(source)
-    ]
+    assert [warning.key for warning in check_warnings(again)] == [warning.key for warning in check_warnings(source)]

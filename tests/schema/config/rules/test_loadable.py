@@ -79,9 +79,7 @@ def test_models_that_do_not_load_as_text_models_are_refused(
         ("[1]", "holds no JSON object"),
     ],
 )
-def test_a_generation_config_that_no_export_can_carry_is_refused(
-    tmp_path: Path, text: str, words: str
-) -> None:
+def test_a_generation_config_that_no_export_can_carry_is_refused(tmp_path: Path, text: str, words: str) -> None:
     name = model_at(tmp_path / "m", {"model_type": "qwen3"})
     (tmp_path / "m/generation_config.json").write_text(text)
     problems = generation_settings_are_read(config_of(GRPO, {"policy.model_name_or_path": name}))
@@ -92,14 +90,8 @@ CLASSES: list[tuple[dict[str, Any], str]] = [
     ({}, ""),
     ({"architectures": ["Qwen3ForCausalLM"]}, ""),
     ({"architectures": None}, ""),
-    (
-        {"architectures": ["LlamaForCausalLM"]},
-        "the class LlamaForCausalLM; training loads Qwen3ForCausalLM, by",
-    ),
-    (
-        {"architectures": ["Qwen3ForSequenceClassification"]},
-        "the class Qwen3ForSequenceClassification; training",
-    ),
+    ({"architectures": ["LlamaForCausalLM"]}, "the class LlamaForCausalLM; training loads Qwen3ForCausalLM, by"),
+    ({"architectures": ["Qwen3ForSequenceClassification"]}, "the class Qwen3ForSequenceClassification; training"),
     ({"architectures": ["X"], "auto_map": {"AutoModelForCausalLM": "m.M"}}, ""),
     ({"architectures": ["X"], "model_type": "own"}, ""),
 ]
@@ -108,9 +100,7 @@ CLASSES: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("config", "words"), CLASSES)
 def test_a_class_that_is_not_trained_is_said(tmp_path: Path, config: dict[str, Any], words: str) -> None:
     name = model_at(tmp_path / "m", {"model_type": "qwen3", **config})
-    said = [
-        w.message for w in classes_are_those_of_the_kind(config_of(GRPO, {"policy.model_name_or_path": name}))
-    ]
+    said = [w.message for w in classes_are_those_of_the_kind(config_of(GRPO, {"policy.model_name_or_path": name}))]
     assert len(said) == bool(words)
     assert all(words in message for message in said)
 

@@ -92,12 +92,7 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = [
     ),
     (
         SMALL,
-        VLLM
-        | {
-            "rollout.max_model_len": 2000,
-            "policy.model_max_length": 1000,
-            "rollout.max_response_length": 500,
-        },
+        VLLM | {"rollout.max_model_len": 2000, "policy.model_max_length": 1000, "rollout.max_response_length": 500},
         "rollout.max_model_len",
         ("2000 tokens", "1024 positions"),
     ),
@@ -169,9 +164,7 @@ def test_what_fits(tmp_path: Path, architecture: dict[str, Any], values: dict[st
 
 @pytest.mark.parametrize("base", [GRPO, SFT], ids=["grpo", "sft"])
 def test_longer_than_trained_is_a_warning(tmp_path: Path, base: dict[str, Any]) -> None:
-    problem = check_case(
-        Case(model_warnings, named(tmp_path, SMALL, {}), "policy.model_max_length", ("1024",)), base
-    )
+    problem = check_case(Case(model_warnings, named(tmp_path, SMALL, {}), "policy.model_max_length", ("1024",)), base)
     config = config_of(base, named(tmp_path, SMALL, {}))
     assert problem.message in [warning.message for warning in check_warnings(config)]
     assert list(model_agrees(config)) == []
@@ -183,11 +176,7 @@ def test_stages_of_unequal_length_are_a_warning(tmp_path: Path) -> None:
 
 
 def test_the_critics_mesh_is_of_the_same_model(tmp_path: Path) -> None:
-    critic = {
-        "critic.enable": True,
-        "train.train_policy.advantage_estimator": "gae",
-        "critic.parallelism.tp_size": 3,
-    }
+    critic = {"critic.enable": True, "train.train_policy.advantage_estimator": "gae", "critic.parallelism.tp_size": 3}
     key = "critic.parallelism.tp_size"
     case = Case(other_models_agree, named(tmp_path, QWEN, critic), key, ("3 does not divide",))
     check_case(case, GRPO)
@@ -217,9 +206,7 @@ def test_a_critic_reads_the_policys_tokens(tmp_path: Path) -> None:
         (tmp_path / name / "tokenizer.json").write_text(text)
     check_case(Case(critic_reads_the_policy, other, key, ("token 0 is 'a' here and 'b' there",)), GRPO)
     by_tokenizer = values | {"critic.tokenizer_name_or_path": str(tmp_path / "critic")}
-    case = Case(
-        critic_reads_the_policy, by_tokenizer, "critic.tokenizer_name_or_path", ("token 0 is 'a' here",)
-    )
+    case = Case(critic_reads_the_policy, by_tokenizer, "critic.tokenizer_name_or_path", ("token 0 is 'a' here",))
     check_case(case, GRPO)
     assert list(critic_reads_the_policy(config_of(GRPO, values))) == []
 
@@ -235,11 +222,7 @@ UNCUT: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
 @pytest.mark.parametrize("base", [GRPO, SFT], ids=["grpo", "sft"])
 @pytest.mark.parametrize(("architecture", "values", "words"), UNCUT, ids=["heads", "tensors", "state"])
 def test_sequences_that_cannot_be_cut(
-    tmp_path: Path,
-    base: dict[str, Any],
-    architecture: dict[str, Any],
-    values: dict[str, Any],
-    words: tuple[str, ...],
+    tmp_path: Path, base: dict[str, Any], architecture: dict[str, Any], values: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     values = named(tmp_path, architecture, values)
     check_case(Case(sequences_can_be_cut, values, CUT, (*words, str(tmp_path))), base)
@@ -290,16 +273,11 @@ def test_packed_sequences_are_kept_apart(tmp_path: Path, base: dict[str, Any]) -
 
 
 def test_a_reference_model_is_packed_too(tmp_path: Path) -> None:
-    mixed = PACKED | {
-        "reference.model_name_or_path": str(tmp_path / "other"),
-        "train.train_policy.kl_beta": 0.1,
-    }
+    mixed = PACKED | {"reference.model_name_or_path": str(tmp_path / "other"), "train.train_policy.kl_beta": 0.1}
     (tmp_path / "other").mkdir()
     named(tmp_path / "other", HYBRID, {})
     values = named(tmp_path, QWEN, mixed)
-    case = Case(
-        logprobs_are_right, values, "train.sequence_packing", (f"reference.model_name_or_path = {tmp_path}",)
-    )
+    case = Case(logprobs_are_right, values, "train.sequence_packing", (f"reference.model_name_or_path = {tmp_path}",))
     check_case(case, GRPO)
     named(tmp_path / "other", "{", {})
     (problem,) = logprobs_are_right(config_of(GRPO, values))
@@ -319,11 +297,7 @@ def test_logits_of_several_layers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "key", "words"),
     [
-        (
-            {"policy.override_config": {"attention_dropout": 0.1}},
-            "attention_dropout",
-            "dropout is off in training",
-        ),
+        ({"policy.override_config": {"attention_dropout": 0.1}}, "attention_dropout", "dropout is off in training"),
         ({"policy.override_config": {"resid_pdrop": 1}}, "resid_pdrop", "dropout is off in training"),
         ({"policy.override_config": {"dtype": "float32"}}, "dtype", "is not for override_config"),
     ],

@@ -104,11 +104,7 @@ FAULTS = {
         ({GPUS: 100, P: [0], R: [5]}, "device 1, 2, 3, 4, 6, 7, 8, 9 and 90 more"),
     ],
     models_apart_are_whole: [
-        (
-            {REF: [2], P: [0, 1], "policy.parallelism.tp_size": 2} | KL,
-            "[2] has one device",
-            "tp_size = 2 makes",
-        )
+        ({REF: [2], P: [0, 1], "policy.parallelism.tp_size": 2} | KL, "[2] has one device", "tp_size = 2 makes")
     ],
     turns_are_of_common_devices: [
         (
@@ -116,9 +112,7 @@ FAULTS = {
             *("device 1", f"{P} = [0]", 'placement.share = "time"'),
         )
     ],
-    "memory_is_divided": [
-        ({"rollout.gpu_memory_utilization": 0.95} | SHARED, "0.95", 'placement.share = "memory"')
-    ],
+    "memory_is_divided": [({"rollout.gpu_memory_utilization": 0.95} | SHARED, "0.95", 'placement.share = "memory"')],
 }
 SUPERVISED = {
     "roles_exist": [({R: [1], "rollout.parallelism.tp_size": 1}, "[1]", 'train.train_policy.type = "sft"')],
@@ -188,9 +182,7 @@ def test_an_engine_that_takes_much_is_a_warning(share: float, warned: bool) -> N
     assert "rollout.gpu_memory_utilization" not in [p.key for p in check_warnings(check_config(alone))]
 
 
-devices = st.lists(st.integers(0, 6), max_size=5) | st.lists(
-    st.lists(st.integers(0, 6), max_size=3), max_size=3
-)
+devices = st.lists(st.integers(0, 6), max_size=5) | st.lists(st.lists(st.integers(0, 6), max_size=3), max_size=3)
 
 
 @given(
@@ -215,10 +207,7 @@ def test_what_the_rules_let_pass_has_one_owner_each(
     config = config_of(GRPO, values)
     if [problem for rule in PLACEMENT_RULES for problem in rule(config)]:
         return
-    flat = [
-        [d for item in role for d in (item if isinstance(item, list) else [item])]
-        for role in (policy, rollout)
-    ]
+    flat = [[d for item in role for d in (item if isinstance(item, list) else [item])] for role in (policy, rollout)]
     assert all(len(role) == len(set(role)) for role in flat)
     if flat[0] and flat[1]:
         assert bool(set(flat[0]) & set(flat[1])) == (share == "memory")

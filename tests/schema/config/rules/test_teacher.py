@@ -82,9 +82,7 @@ def test_a_key_over_plain_http_is_a_warning() -> None:
     assert not warned("https://teacher.example:8000")
 
 
-def model(
-    path: Path, tokens: dict[str, int], size: int, added: tuple[str, ...] = (), rows: bool = False
-) -> str:
+def model(path: Path, tokens: dict[str, int], size: int, added: tuple[str, ...] = (), rows: bool = False) -> str:
     """A model's directory: its tokenizer's table, or its rows in order, and the number of its embeddings."""
     path.mkdir()
     table: Any = [[token, 0.0] for token in tokens] if rows else tokens

@@ -19,9 +19,7 @@ EXACT = {
 
 
 def related(base: dict[str, Any], values: dict[str, Any]) -> set[str]:
-    config = Config.model_validate(
-        changed(base, **{key.replace(".", "__"): value for key, value in values.items()})
-    )
+    config = Config.model_validate(changed(base, **{key.replace(".", "__"): value for key, value in values.items()}))
     found = [problem for rule in TIMING_WARNINGS for problem in rule(config)]
     assert all(problem.key == "train.deterministic" and problem.hint for problem in found)
     return {key for problem in found for key in problem.related}

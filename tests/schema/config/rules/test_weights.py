@@ -41,10 +41,7 @@ FAULTS = {
     "a_kept_cache_has_engine_probabilities": [
         (KEEP | {f"{P}.use_decoupled_loss": True}, "keep_kv", f"{P}.use_decoupled_loss = true"),
         (KEEP | {f"{FIX}.weights": "token"}, "keep_kv", f'{FIX}.weights = "token"'),
-        (
-            KEEP | {f"{FIX}.reject": "token", f"{FIX}.reject_above": 2.0},
-            *("keep_kv", f'{FIX}.reject = "token"'),
-        ),
+        (KEEP | {f"{FIX}.reject": "token", f"{FIX}.reject_above": 2.0}, *("keep_kv", f'{FIX}.reject = "token"')),
         (KEEP | {f"{FIX}.off_policy_mask": 0.05}, "keep_kv", f"{FIX}.off_policy_mask = 0.05"),
     ],
 }

@@ -103,10 +103,7 @@ def _json_types(node: dict[str, Any], defs: dict[str, Any]) -> set[str]:
     for union in ("anyOf", "oneOf"):
         if union in node:
             return {kind for part in node[union] for kind in _json_types(part, defs)}
-    kind = (
-        node.get("type")
-        or {str: "string", bool: "boolean"}[type(node.get("const", node.get("enum", [""])[0]))]
-    )
+    kind = node.get("type") or {str: "string", bool: "boolean"}[type(node.get("const", node.get("enum", [""])[0]))]
     inner = node.get("items") if kind == "array" else node.get("additionalProperties")
     if isinstance(inner, dict):
         return {f"{kind} of {item}" for item in _json_types(inner, defs)}
