@@ -104,7 +104,7 @@ class Passes:
             hidden.update(states)
 
     def _check_routing(self, table: StepTable, samples: Samples) -> None:
-        replay = self._trainer.model.replay
+        replay = self._trainer.model.routing_replay
         if replay is None:
             return
         for row, sample in samples.items():
@@ -120,10 +120,10 @@ class Passes:
 
         A collective."""
         trainer, step = self._trainer, plan.table.step
-        if trainer.model.replay is None or step % UNREPLAYED_EVERY or not plan.mini_batches:
+        if trainer.model.routing_replay is None or step % UNREPLAYED_EVERY or not plan.mini_batches:
             return {}
         batches = plan.mini_batches[0].ranks[plan.shares.of(0)][:1]
-        with trainer.model.replay.off(), span("unreplayed"):
+        with trainer.model.routing_replay.off(), span("unreplayed"):
             (logprobs,) = trainer.score(trainer.model, samples, batches, self._temperature)
         rows = [row for row in logprobs if len(logprobs[row])]
         columns = [torch.zeros(0), torch.zeros(0), torch.zeros(0)]

@@ -60,13 +60,13 @@ class PartMetrics:
 
     def begin(self, part: int) -> None:
         """Drop the choices of experts until now: they are not of the part."""
-        if self._trainer.model.replay is not None:
-            self._trainer.model.replay.take_seen()
+        if self._trainer.model.routing_replay is not None:
+            self._trainer.model.routing_replay.take_seen()
         self._prepare(part)
 
     def take(self, part: int) -> Any:
         """Sums for metrics, and log-probs of samples that are kept."""
-        group, replay = self._trainer.group, self._trainer.model.replay
+        group, replay = self._trainer.group, self._trainer.model.routing_replay
         seen = [0.0, 0.0] if replay is None else group.all_reduce(replay.take_seen(), "total")
         return {"sums": self._progress.metrics.take(group), "kept": self._progress.kept.take(), "seen": seen}
 
@@ -178,11 +178,11 @@ class PolicyUpdate:
         """The share of recorded choices of experts that this model would have made otherwise; nothing where it
         computed none. A collective."""
         trainer = self._trainer
-        if trainer.model.replay is None:
+        if trainer.model.routing_replay is None:
             return {}
         recorded, otherwise = progress.seen
         if self._replicas.parts == 1:
-            recorded, otherwise = trainer.group.all_reduce(trainer.model.replay.take_seen(), "total")
+            recorded, otherwise = trainer.group.all_reduce(trainer.model.routing_replay.take_seen(), "total")
         return {"routing/differs": otherwise / recorded} if recorded else {}
 
     def _keep(self, progress: LessonProgress, uncomputed: Any) -> None:

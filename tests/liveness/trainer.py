@@ -458,7 +458,8 @@ watch(step_metrics, grpo, {f"{POLICY}.mu_iterations": (1, 2), f"{POLICY}.batch_s
 def batches_on_disk(config: Config, place: Place) -> list[int]:
     """Of four steps that were trained, those whose batches a replay would find."""
     with _registered(config, place) as (_, session):
-        algorithm = _algorithm(config, session.reply, _trainer(config, place), session, Alone())
+        registration = Registration(config, session.reply, _trainer(config, place), session, ShutdownRequest())
+        algorithm = _algorithm(registration, session, Alone())
         assert isinstance(algorithm, Grpo)
         samples = random_samples(12)
         algorithm._source._call = lambda call: encode_step(samples, step=int(call.path.split("/")[3]))
@@ -1341,7 +1342,8 @@ def validated_versions(config: Config, place: Place) -> list[int]:
         ids = [[3, 4, 5 + row] for row in range(16)]
         write_prompts(folder / f"{name}.safetensors", ids, [{}] * 16, [[0, 1, 1]] * 16)
     reply = m.RegisterReply.model_construct(mode="sft", data_file=str(folder / "train.safetensors"), total_steps=10)
-    algorithm, found = _algorithm(config, reply, _trainer(config, place), None, Alone()), []  # type: ignore[arg-type]
+    registration = Registration(config, reply, _trainer(config, place), None, ShutdownRequest())
+    algorithm, found = _algorithm(registration, None, Alone()), []  # type: ignore[arg-type]
     for step in range(2):
         train_step(algorithm, step)
         found += [record.version for record in algorithm.validations]

@@ -179,7 +179,7 @@ def jobs(draw: st.DrawFn) -> LedgerParams:
         "groups_per_step": draw(st.integers(1, 4)), "n_samples": draw(st.integers(1, 3)),
         "greedy": draw(st.booleans()),
         "staleness_bound": draw(st.integers(0, 3)), "n_positions": draw(st.integers(2, 25)),
-        "n_epochs": draw(st.integers(1, 2)), "max_steps": draw(st.none() | st.integers(1, 8)),
+        "data_passes": draw(st.integers(1, 2)), "max_steps": draw(st.none() | st.integers(1, 8)),
         "max_attempts": 50, "on_reward_error": draw(st.sampled_from(["retry", "mask", "drop"])),
         "filter_metrics": draw(st.sampled_from([(), ("r",)])), "keep_payloads": True,
         "keep_recent": draw(st.sampled_from([2, 512])),

@@ -20,7 +20,7 @@ def jobs(draw: st.DrawFn) -> LedgerParams:
         "groups_per_step": draw(st.integers(1, 4)), "n_samples": draw(st.integers(1, 3)),
         "greedy": draw(st.booleans()),
         "staleness_bound": bound, "n_positions": draw(st.integers(1, 25)),
-        "n_epochs": draw(st.integers(1, 2)), "max_steps": draw(st.none() | st.integers(1, 6)),
+        "data_passes": draw(st.integers(1, 2)), "max_steps": draw(st.none() | st.integers(1, 6)),
         "max_attempts": draw(st.integers(2, 6)), "oversample": draw(st.sampled_from([1.0, 1.0, 1.5])),
         "on_reward_error": draw(st.sampled_from(["retry", "mask", "drop"])),
         "filter_metrics": draw(st.sampled_from([(), ("r",)])), "keep_payloads": True,

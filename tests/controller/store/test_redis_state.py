@@ -129,7 +129,7 @@ async def test_an_epoch_raised_just_before_it_is_watched_again_fences_too(shared
     fence = FencedConnection(pool, "gap:epoch", "gap:seq")
     with shared_valkey.client() as client:
         client.set("gap:epoch", 1)
-    fence.epoch = 1
+    fence.fencing_token = 1
     await fence.execute([("INCR", "gap:epoch")])
     with pytest.raises(Fenced):
         await fence.execute([("SET", "gap:late", 1)])

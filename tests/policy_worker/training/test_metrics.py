@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from controller.ledger.assembly import build_table
+from controller.ledger.group import Group as LedgerGroup
 from controller.ledger.group import GroupState, SampleMeta
-from controller.ledger.group import RankGroup as LedgerGroup
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.training.batches.source import BatchSource

@@ -20,7 +20,7 @@ from schema.config.rules.placement import (
     other_roles_share_too,
     others_are_apart,
     sharing_is_asked_for,
-    turns_are_of_common_devices,
+    time_share_is_of_common_devices,
 )
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.remedies import Case, cases, check_case, config_of, never_asked, written
@@ -106,7 +106,7 @@ FAULTS = {
     models_apart_are_whole: [
         ({REF: [2], P: [0, 1], "policy.parallelism.tp_size": 2} | KL, "[2] has one device", "tp_size = 2 makes")
     ],
-    turns_are_of_common_devices: [
+    time_share_is_of_common_devices: [
         (
             {R: [[0], [1]], P: [0], "rollout.parallelism.n_init_replicas": 2} | TURNS,
             *("device 1", f"{P} = [0]", 'placement.share = "time"'),
