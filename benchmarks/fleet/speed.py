@@ -54,7 +54,7 @@ def decision_times(replicas: int) -> dict[str, float]:
         "look_ms": _ms(look),
         "lease_ms": _ms(lease),
         "assemble_that_waits_ms": _ms(lambda: ledger.assemble(1.0)),
-        "forecast_ms": _ms(ledger.forecast),
+        "prefetch_ms": _ms(ledger.prefetch),
     }
     _fill(ledger, 1)
     return {**found, "assemble_ms": _ms(lambda: ledger.assemble(1.0), 1)}

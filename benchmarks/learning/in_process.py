@@ -16,7 +16,8 @@ from benchmarks.engine.snapshot import Snapshot
 from benchmarks.trainer.material import as_batch
 from controller.client import Answer, Call
 from controller.data.prepare import prepare
-from policy_worker.parallel.rank_group import RankEnvironment, RankGroup
+from policy_worker.parallel.rank_group import RankGroup
+from policy_worker.process import RankEnvironment
 from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo

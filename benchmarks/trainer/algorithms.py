@@ -23,7 +23,8 @@ from benchmarks.trainer.material import ANSWER, PROMPT, config_of, language_mode
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.model.model import PolicyModel, ValueModel
 from policy_worker.model.prepare import prepare_model
-from policy_worker.parallel.rank_group import RankEnvironment, RankGroup
+from policy_worker.parallel.rank_group import RankGroup
+from policy_worker.process import RankEnvironment
 from policy_worker.trained.critic import Critic
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer

@@ -311,7 +311,7 @@ async def play(plan: Plan, pid: int) -> dict[str, Any]:
     replicas = [Replica(run, number) for number in range(plan.replicas)]
     for replica in replicas:
         await replica.start()
-    actors = [policy, *replicas]
+    actors: list[Policy | Replica] = [policy, *replicas]
     work = [asyncio.create_task(actor.loop()) for actor in actors]
     work += [asyncio.create_task(actor.heartbeat()) for actor in actors]
     work += [asyncio.create_task(replica.watch()) for replica in replicas]

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu.bench import Bench
 from policy_worker.checkpoints.state import load_model_state, model_state, state_to_save
-from policy_worker.checkpoints.storage import Staging, StateFiles, pieces_of, write_pieces
+from policy_worker.checkpoints.storage import Staging, pieces_of, write_pieces
 from policy_worker.model.model import PolicyModel
 from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
@@ -60,8 +60,7 @@ def _write(bench: Bench, trainer: Trainer) -> None:
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter.zero_()
-        with StateFiles([path]) as files:
-            loading = bench.wall(lambda: load_model_state(trainer.model, files))
+        loading = bench.wall(lambda: load_model_state(trainer.model, Path(folder)))
     found = model_state(trainer.model)
     right = all(torch.equal(found[key].cpu(), tensor) for key, tensor in expected.items())
     n_bytes = sum(tensor.nbytes for tensor in expected.values()) / 1e9
