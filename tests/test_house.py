@@ -51,7 +51,27 @@ def test_package_roots_hold_entry_points_and_little_else() -> None:
 
 
 def test_small_modules_with_one_importer_are_few() -> None:
-    assert len(counts.lonely()) <= 24, counts.lonely()
+    assert len(counts.lonely()) <= 21, counts.lonely()
+
+
+LARGE = {
+    "controller.ledger.group_table": "every index of the ledger's groups, which one transition changes together",
+    "controller.ledger.ledger": "every transition of a group: one state machine",
+    "controller.services.replicas": "the calls of a replica's life, in the order of that life",
+    "controller.state.job": "the record of a job: what is saved, and restored, together",
+    "controller.state.membership": "one state machine: who trains, which parts, when a step is applied",
+    "controller.state.replicas": "one state machine: who is alive, and who had a name before",
+    "rollout_worker.engines.transformers.engine": "one engine's life: requests, weights, sleep",
+    "rollout_worker.engines.vllm.adapter": "all that this project knows of vLLM's own classes",
+    "rollout_worker.engines.vllm.engine": "one engine's life: requests, weights, sleep",
+}
+"""Modules of more lines than LINES, and why each is one thing."""
+LINES = 450
+
+
+def test_modules_are_not_long() -> None:
+    long = {name for name, path in counts.modules().items() if counts.lines(path) > LINES}
+    assert long == set(LARGE), "split what grew, or strike what shrank"
 
 
 def test_functions_are_not_long() -> None:
@@ -74,8 +94,8 @@ def _within(circle: set[str], package: str) -> bool:
     return all(f"{name}.".startswith(f"{package}.") for name in circle)
 
 
-def test_docstrings_that_begin_as_a_fragment_grow_fewer() -> None:
-    assert len(counts.openings()) <= 32, counts.openings()
+def test_docstrings_begin_as_sentences() -> None:
+    assert counts.openings() == []
 
 
 def test_phrases_that_an_engineer_would_not_write_are_rare() -> None:

@@ -51,7 +51,7 @@ class YamlFile(NamedTuple):
 
 
 def read_yaml(text: str, name: str) -> YamlFile:
-    """What a YAML text holds.
+    """Read the mapping that a YAML text holds.
 
     Keys that are not strings become their text. Raises ConfigError with the line where the text is not YAML,
     holds something else than a mapping at the top, repeats a key, uses tags, or is too large.
@@ -234,7 +234,7 @@ _COLUMN = "check the indentation: keys of one table begin in the same column"
 
 
 def _hint(text: str, line: int | None, otherwise: str = _COLUMN) -> str:
-    """What people most often mean by a line that is not YAML: a page of documentation copied with it."""
+    """Name the most frequent cause of a line that is not YAML: a page of documentation copied with it."""
     lines = text.splitlines()
     near = lines[max(0, (line or 1) - 2) : (line or 1)]
     for written in (*near, *lines):
