@@ -453,8 +453,8 @@ def test_each_process_gets_its_own_environment_and_nothing_else(tmp_path: Path):
 LAUNCHER = """
 import asyncio, sys
 from pathlib import Path
-from launcher.plan.placement import ProcessSpec, Replica
-from launcher.restarts import Budget, Role
+from launcher.plan.placement import PlacedReplica, ProcessSpec
+from launcher.restarts import RestartBudget, Role
 from launcher.processes.host import Folders
 from launcher.processes.supervisor import Setting, Situation, Supervisor
 
@@ -464,11 +464,11 @@ class Quiet:
 
 async def main():
     root = Path(sys.argv[1])
-    setting = Setting(Folders(root, root), float(sys.argv[2]), Budget(1, 0.1, 0.1), lambda spec: {})
+    setting = Setting(Folders(root, root), float(sys.argv[2]), RestartBudget(1, 0.1, 0.1), lambda spec: {})
     supervisor = Supervisor(setting, Quiet())
     for index, script in enumerate(sys.argv[3:]):
         spec = ProcessSpec(f"p{index}", Role.ROLLOUT, (sys.executable, "-I", "-S", "-c", script))
-        supervisor.launch(Replica(f"p{index}", Role.ROLLOUT, (spec,)))
+        supervisor.launch(PlacedReplica(f"p{index}", Role.ROLLOUT, (spec,)))
     await asyncio.sleep(600)
 
 asyncio.run(main())
