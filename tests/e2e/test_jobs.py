@@ -45,7 +45,7 @@ def test_nothing_is_older_than_the_bound(tmp_path: Path, model: Path, engine: st
     with Program(config) as program:
         program.until_step(2)
         program.kill("rollout_worker")
-        go_on(program)
+        go_on(config)
         summary = program.finish()
     assert "registered as rollout-0.2" in (program.run_dir / "logs" / "rollout-0.log").read_text()
     ledger = check_ledger(summary, bound, trained=8 * 4)

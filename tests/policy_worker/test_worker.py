@@ -311,11 +311,10 @@ def test_a_checkpoint_on_command_a_drain_and_a_return(tmp_path: Path, start: Any
         check_ledger(client, 60, 2)
 
 
-def supervised(model: Path) -> Config:
-    ckpt = {"enable_checkpoint": True, "save_freq": 5, "save_mode": "sync", "export_safetensors": False}
-    train = {"optm_lr": 5e-3, "train_batch_per_replica": 8, "epoch": 5, "max_num_steps": 18, "ckpt": ckpt}
+def supervised(model: Path, validation: dict[str, Any] | None = None, **train: Any) -> Config:
+    settings = {"optm_lr": 5e-3, "train_batch_per_replica": 8, "epoch": 5, "max_num_steps": 18, **train}
     policy = {"model_name_or_path": str(model), "model_max_length": 64}
-    return sft_config({"mini_batch": 8}, train, policy=policy, validation={"enable": True, "freq": 5})
+    return sft_config({"mini_batch": 8}, settings, policy=policy, validation=validation or {})
 
 
 def validations_of(job: Job) -> list[dict[str, Any]]:
@@ -327,8 +326,9 @@ def validations_of(job: Job) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_supervised_training_learns_and_resumes_bit_for_bit(tmp_path: Path, start: Any):
     """So do its validations: none is lost, none counts twice, and the least loss is the best checkpoint's."""
-    model = write_model(tmp_path / "model")
-    straight, broken = start(supervised(model), "straight"), start(supervised(model), "broken")
+    ckpt = {"enable_checkpoint": True, "save_freq": 5, "save_mode": "sync", "export_safetensors": False}
+    config = supervised(write_model(tmp_path / "model"), {"enable": True, "freq": 5}, ckpt=ckpt)
+    straight, broken = start(config, "straight"), start(config, "broken")
     for code, output in wait_ranks(straight.start_policy()):
         assert code == 0, output
     with straight.controller.client() as client:
