@@ -146,7 +146,7 @@ def reset_peak() -> None:
 
 
 def say(text: str) -> None:
-    """Progress, which is no part of the report."""
+    """Print progress to standard error, apart from the report."""
     print(text, file=sys.stderr, flush=True)
 
 

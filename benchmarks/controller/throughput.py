@@ -67,7 +67,7 @@ class Bench:
             return generate(Plan(**{**values, **times, **changes}), service)
 
     def closed(self, replicas: int, **changes: Any) -> dict[str, Any]:
-        """As much as possible."""
+        """Play a closed loop: each replica asks again as soon as it is answered."""
         return self._play(partial(controller, self.run_dir(replicas)), replicas, **changes)
 
     def json(self, replicas: int) -> dict[str, Any]:

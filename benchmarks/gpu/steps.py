@@ -66,7 +66,7 @@ class Steps:
         rows = range(len(lengths))
         self._batches = [[row + len(rows) * number for row in rows] for number in range(micro_batches)]
         self.logprobs: list[Tensor] = []
-        """Those of the first step, a tensor for each micro-batch."""
+        """Log-probs of the first step, a tensor for each micro-batch."""
         self.losses: list[Tensor] = []
         self.norms: list[float] = []
 

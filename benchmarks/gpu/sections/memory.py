@@ -18,7 +18,7 @@ from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
 
 LENGTHS, TINY_LENGTHS = [512] * 16, [24] * 8
-"""Of the sequences of a micro-batch."""
+"""Lengths of the sequences of a micro-batch, in tokens."""
 CASES: dict[str, tuple[bool, dict[str, Any]]] = {
     "everything kept": (False, {}),
     "recomputed: layers": (True, {}),

@@ -97,7 +97,7 @@ def figures_of(steps: Steps) -> Figures:
 
 
 def flops_of(steps: Steps) -> float:
-    """Of one step."""
+    """Count the floating-point operations of one step."""
     shape = steps.bench.shape
     parameters = sum(parameter.numel() for parameter in steps.trainer.model.parameters())
     width = shape["num_attention_heads"] * shape["head_dim"]
