@@ -237,7 +237,7 @@ def _reached(program: Program, kill: Kill) -> bool:
 
 
 def _strike(program: Program, victim: str) -> None:
-    processes = program.note_processes()
+    processes = program.processes()
     if victim in RESUMED:
         program.process.kill()
         for process in processes if victim == "everything" else ():
@@ -253,7 +253,7 @@ def _strike(program: Program, victim: str) -> None:
 
 def _redis(program: Program) -> int:
     def found() -> int | None:
-        for process in program.note_processes():
+        for process in program.processes():
             try:
                 if "valkey-server" in process.name():
                     return process.pid

@@ -187,14 +187,14 @@ class SignalJob(StruckJob):
         self.restored = time.monotonic() + 1.0
 
     def _find(self, name: str) -> list[Process]:
-        alive = sorted(self.traces.look(), key=lambda process: process.pid)
+        alive = self.traces.alive()
         if name in ("policy", "other rank"):
             ranks = {"policy": ("0", ""), "other rank": ("1",)}[name]
             return [process for process in alive if process.role == "policy" and _rank(process.pid) in ranks]
         return [process for process in alive if process.role == name]
 
     def _keeper_of(self, worker: Process) -> Process | None:
-        return next((p for p in self.traces.look() if p.pid == worker.parent and is_keeper(p.argv)), None)
+        return next((p for p in self.traces.alive() if p.pid == worker.parent and is_keeper(p.argv)), None)
 
     # ---- what came of it ----------------------------------------------------------------------------------
 
@@ -206,15 +206,15 @@ class SignalJob(StruckJob):
         if outcome == "the job waits":
             return self._waited(struck)
         if outcome == "ignored":
-            there = {struck.victim.pid, struck.worker.pid} <= {process.pid for process in self.traces.look()}
+            there = {struck.victim.pid, struck.worker.pid} <= {process.pid for process in self.traces.alive()}
             if not there and not may_end:
                 self.errors.append(f"{row}: it has ended")
             return not there or time.monotonic() > struck.at + SETTLED
         if outcome == "continued":
-            alive = {process.pid for process in self.traces.look()}
+            alive = {process.pid for process in self.traces.alive()}
             return (struck.victim.pid in alive or may_end) and not is_stopped(struck.victim.pid)
         alive = self._find(row.process.removeprefix("keeper of "))
-        pids = {process.pid for process in self.traces.look()}
+        pids = {process.pid for process in self.traces.alive()}
         gone = not {struck.victim.pid, struck.worker.pid} & pids
         wanted = struck.before if outcome == "restarted" else struck.before - 1
         if not gone or len(alive) != wanted:

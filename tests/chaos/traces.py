@@ -58,16 +58,17 @@ class Traces:
     """Inode and port of every socket on which a process of the job listened."""
 
     def look(self) -> list[Process]:
-        """The job's living processes; remembers them, and what they share."""
-        found = list(self._processes())
+        """The job's living processes; remembers them, and what they share. Costly: it reads all that they map."""
+        found = self.alive()
         self.pids |= {process.pid for process in found}
         for process in found:
             self.shared |= _shared_memory(process.pid)
         self.sockets |= _listening(found)
         return found
 
-    def of_role(self, role: Role) -> list[Process]:
-        return [process for process in self._processes() if process.role == role]
+    def alive(self) -> list[Process]:
+        """The job's living processes, the first one started first."""
+        return sorted(self._processes(), key=lambda process: process.pid)
 
     def _processes(self) -> Iterator[Process]:
         mark = os.fsencode(self.folder)
@@ -89,7 +90,7 @@ class Traces:
     def left_behind(self, run_dir: Path, patience: float = PATIENCE) -> list[str]:
         """Violations: what of this job is still there although the launcher has ended."""
         give_up = time.monotonic() + patience
-        while (alive := list(self._processes())) and time.monotonic() < give_up:
+        while (alive := self.alive()) and time.monotonic() < give_up:
             time.sleep(0.1)
         found = [f"process {process} outlived the job" for process in alive]
         found += [f"port {self.sockets[inode]} is listened on" for inode in self.sockets.keys() & _listeners().keys()]

@@ -138,7 +138,6 @@ class Program:
     arguments: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[str] = field(init=False)
-    seen: set[int] = field(default_factory=set)
 
     @property
     def run_dir(self) -> Path:
@@ -159,7 +158,6 @@ class Program:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.note_processes()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             try:
@@ -174,35 +172,21 @@ class Program:
     def output(self) -> str:
         return (self.config.parent / "launcher.log").read_text()
 
-    def note_processes(self) -> list[psutil.Process]:
-        """All processes below the launcher now; remembered, so that orphans can be named."""
+    def processes(self) -> list[psutil.Process]:
+        """All processes below the launcher now."""
         try:
-            found = psutil.Process(self.process.pid).children(recursive=True)
+            return psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
-        self.seen |= {child.pid for child in found}
-        return found
 
     def wait(self) -> int:
         """The launcher's exit code."""
         return self.process.wait(PATIENCE)
 
     def wait_no_orphans(self, timeout: float = PATIENCE) -> None:
-        """Everything that was seen below the launcher is gone."""
-
-        def alive() -> list[str]:
-            left = []
-            for pid in self.seen:
-                try:
-                    process = psutil.Process(pid)
-                    if process.status() != psutil.STATUS_ZOMBIE and str(self.run_dir) in _traces(process):
-                        left.append(" ".join(process.cmdline())[:200])
-                except psutil.Error:
-                    continue
-            return left
-
+        """No process of this machine works for the run, whoever started it."""
         give_up = time.monotonic() + timeout
-        while left := alive():
+        while left := [process for process in psutil.process_iter() if str(self.run_dir) in _traces(process)]:
             assert time.monotonic() < give_up, f"processes outlived the job: {left}"
             time.sleep(0.1)
 
@@ -215,7 +199,6 @@ class Program:
         """Ask until `look` answers something true. The job must not end before."""
         give_up = time.monotonic() + timeout
         while time.monotonic() < give_up:
-            self.note_processes()
             assert self.process.poll() is None, f"the job ended before {what}:\n{self.output()[-5000:]}"
             if (self.run_dir / "controller.json").exists():
                 try:
@@ -239,7 +222,7 @@ class Program:
         """The process that runs `python -m <module>`: not its keeper, nor a child of it."""
 
         def find(_: Client) -> int | None:
-            for process in self.note_processes():
+            for process in self.processes():
                 try:
                     argv, above = process.cmdline(), process.parent()
                     kept = above is not None and is_keeper(tuple(above.cmdline()))
@@ -259,7 +242,6 @@ class Program:
         """Wait for the end; the summary. Fails with the output if the exit code is not 0."""
         give_up = time.monotonic() + timeout
         while self.process.poll() is None:
-            self.note_processes()
             assert time.monotonic() < give_up, f"the job does not end:\n{self.output()[-5000:]}"
             time.sleep(0.2)
         assert self.process.returncode == 0, self.output()[-8000:]
@@ -269,7 +251,7 @@ class Program:
 
 
 def _traces(process: psutil.Process) -> str:
-    """Where a process belongs: its arguments and open files (a pid alone may have been given to another)."""
+    """Where a process belongs: its arguments, open files and directory; nothing of one that has ended."""
     try:
         files = [file.path for file in process.open_files()]
         return " ".join([*process.cmdline(), *files, process.cwd()])

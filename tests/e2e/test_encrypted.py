@@ -78,7 +78,7 @@ class Environments:
     found: dict[str, set[bytes]] = field(default_factory=dict)
 
     def look(self) -> dict[str, set[bytes]]:
-        for process in self.program.note_processes():
+        for process in self.program.processes():
             try:
                 data, role, above = Path(f"/proc/{process.pid}/environ").read_bytes(), None, process
                 while role is None:
@@ -108,7 +108,7 @@ def where_read(program: Program, secrets: set[str]) -> list[str]:
         if path.is_file() and keep not in path.parents:
             data = path.read_bytes()
             found += [f"{path}: {secret[:12]}…" for secret in secrets if secret.encode() in data]
-    for process in program.note_processes():
+    for process in program.processes():
         try:
             line = "\0".join(process.cmdline())
         except psutil.Error:

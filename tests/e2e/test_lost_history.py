@@ -58,7 +58,7 @@ def redis_of(program: Program) -> psutil.Process:
     """The embedded server below the launcher."""
 
     def found() -> psutil.Process | None:
-        for process in program.note_processes():
+        for process in program.processes():
             try:
                 if process.name().startswith("valkey-server"):
                     return process
@@ -106,7 +106,6 @@ def test_a_run_outlives_lost_history_is_moved_and_goes_on_without_redis(tmp_path
         assert refused.returncode == 2
         assert f"its launcher is pid {program.process.pid}" in refused.stderr
         assert command("resume", program.run_dir).returncode == 0
-        program.note_processes()
         assert command("stop", program.run_dir, "--wait", str(PATIENCE)).returncode == 0
         assert program.wait() == 130
         program.wait_no_orphans()

@@ -61,7 +61,7 @@ class Node(Program):
 
     def rank(self, number: int) -> psutil.Process | None:
         """The process of a rank of the policy that runs on this machine."""
-        for process in self.note_processes():
+        for process in self.processes():
             try:
                 argv, env = process.cmdline(), process.environ()
                 if argv[-1:] == ["policy_worker"] and "COSMOS_PARENT_PID" in env and env["RANK"] == str(number):

@@ -79,7 +79,6 @@ def check_versions(config: Path, held_at: int) -> dict[int, Publication]:
         deltas = [info for info in found if info.publication.kind == "delta"]
         assert all(info.density and 0 < info.density < 0.2 for info in deltas[1:]), "something changed, not much"
         assert all(info.ratio is not None and info.ratio < 0.5 for info in deltas)
-        program.note_processes()
         program.process.kill()
         program.wait()
         program.wait_no_orphans()
