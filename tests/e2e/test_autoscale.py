@@ -11,7 +11,7 @@ from controller.client import calls as api
 from schema.wire import event_file
 from schema.wire.messages import EventKind
 from schema.wire.messages.autoscale import AutoscaleStatus
-from tests.e2e.loaded import loaded, put_load
+from tests.e2e.loaded import loaded, put_load, sleepy
 from tests.e2e.program import Program, command, write_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.scaled]
@@ -26,7 +26,7 @@ def test_replicas_follow_the_load(tmp_path: Path, model: Path) -> None:
     """A reward of 0.4 s, one at a time, makes one replica too slow; a fast one makes two too many.
     The controller and a replica are killed at the peak."""
     config = write_config(tmp_path, model, steps=5000, rows=20_000, validation=False)
-    loaded(config, max_replicas=2, interval=1.0, scale_down_delay=4.0)
+    loaded(config, trainer=sleepy(config, 0.1), max_replicas=2, interval=1.0, scale_down_delay=4.0)
     put_load(config, 0.4)
     with Program(config) as program:
         program.until("two replicas work", lambda _: number(program).working == 2)

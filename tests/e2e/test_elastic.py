@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from controller.client import calls as api
 from rollout_worker.worker import Worker
 from schema.wire.messages import ReplicaInfo
+from tests.e2e.loaded import sleepy
 from tests.e2e.program import LONG, Program, command, write_config
 from tests.support.effort import SOAK
 
@@ -84,6 +85,7 @@ def test_replicas_come_and_go_until_nobody_can_go_on(tmp_path: Path, model: Path
     a busy machine is slower than a trainer of tiny steps."""
     config = write_config(tmp_path, model, bound=BOUND, steps=5000, rows=20_000, validation=False)
     text = config.read_text().replace("[rollout.parallelism]", "[rollout.parallelism]\nn_init_replicas = 2")
+    text = text.replace('type = "grpo"', f'type = "grpo"\n{sleepy(config, 0.1)}')
     config.write_text(text + "\n[weight_sync]\nkeep = 50\n")
     with Program(config) as program:
         program.until_step(1)

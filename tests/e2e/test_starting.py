@@ -1,4 +1,4 @@
-"""A newcomer's first two commands, run for real: `init` and what it writes, with keys from all layers."""
+"""A newcomer's first commands, run for real: `init` and what it writes, with keys from all layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def only_run(directory: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]
     return json.loads((run / "config.json").read_text()), json.loads((run / "summary.json").read_text())
 
 
-def test_the_addition_recipes_run_one_after_the_other(tmp_path: Path) -> None:
+def test_a_recipe_runs_with_keys_of_all_layers(tmp_path: Path) -> None:
     cosmos(tmp_path, "init", "addition-sft")
     (tmp_path / "short.toml").write_text("[train]\nmax_num_steps = 90\nepoch = 7\n")
     layers = ["--config", "run.toml", "--config", "short.toml", "--set", "train.timestamp=sft"]
@@ -46,6 +46,11 @@ def test_the_addition_recipes_run_one_after_the_other(tmp_path: Path) -> None:
     losses = [step["metrics"]["loss"] for step in summary["steps"]]
     assert losses[-1] < losses[0] / 2
 
+
+@pytest.mark.soak
+def test_the_second_addition_recipe_continues_from_the_first(tmp_path: Path) -> None:
+    cosmos(tmp_path, "init", "addition-sft")
+    cosmos(tmp_path, "--config", "run.toml", "--set", "train.timestamp=sft", "--set", "train.max_num_steps=2")
     cosmos(tmp_path, "init", "addition-grpo", "-o", "grpo.toml")
     cosmos(tmp_path, "--config", "grpo.toml", "--set", "train.timestamp=grpo", "--set", "train.max_num_steps=2")
     config, summary = only_run(tmp_path, "grpo")
