@@ -47,6 +47,7 @@ def test_every_section_works_where_a_gpu_would_be(tmp_path: Path) -> None:
     assert len((tmp_path / "gpu.jsonl").read_text().splitlines()) == sum(cases.values())
 
 
+@pytest.mark.soak
 def test_the_vllm_section_works_with_vllm_for_cpus(tmp_path: Path) -> None:
     found = rehearse(sys.executable, tmp_path, "--only", "vllm")["sections"]["vllm"]
     by_case = {row["case"]: row["status"] for row in found}

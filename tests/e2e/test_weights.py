@@ -11,7 +11,7 @@ from controller.client import calls as api
 from policy_worker.checkpoints.layout import EXPORT
 from rollout_worker.engines.checksum import Tally
 from rollout_worker.engines.scatter import PublishedTensor
-from schema.wire.messages import PublicationInfo
+from schema.wire.messages import PublicationInfo, ReplicaUpdate
 from schema.wire.weights import Publication
 from tests.e2e.program import LONG, Program
 from tests.e2e.versions import job
@@ -34,8 +34,9 @@ def publications(program: Program) -> list[PublicationInfo]:
 
 @pytest.mark.parametrize("engine", [pytest.param("transformers", marks=pytest.mark.soak), "vllm"])
 def test_served_weights_are_the_trained_ones_at_every_version(tmp_path: Path, model: Path, engine: str) -> None:
-    """On-policy, so that no version is passed over; the engine's own weights are hashed after every update. The
-    launcher is killed then, and nothing of the engine outlives it."""
+    """On-policy, so that no version is passed over; the engine's own weights are hashed after every update. Then the
+    replica is killed, and its successor begins with the newest version; at last the launcher is, and nothing of the
+    engine outlives it."""
     held_at = 6
     check_versions(job(tmp_path, model, engine, steps=7, keys="checksum_interval = 1", held_at=held_at), held_at)
 
@@ -79,6 +80,14 @@ def check_versions(config: Path, held_at: int) -> dict[int, Publication]:
         deltas = [info for info in found if info.publication.kind == "delta"]
         assert all(info.density and 0 < info.density < 0.2 for info in deltas[1:]), "something changed, not much"
         assert all(info.ratio is not None and info.ratio < 0.5 for info in deltas)
+        program.kill("rollout_worker")
+
+        def taken_over(_: object) -> ReplicaUpdate | None:
+            last = max(publications(program), key=lambda info: info.publication.version)
+            return next((update for update in last.updates if update.replica_id == "rollout-0.2"), None)
+
+        update = program.until("its successor serves the newest version", taken_over)
+        assert (update.mode, update.checked) == ("full", True), update.detail
         program.process.kill()
         program.wait()
         program.wait_no_orphans()

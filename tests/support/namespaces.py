@@ -24,9 +24,14 @@ class Namespaces:
     def address(self, number: int) -> str:
         return f"{self._network}.{number + 1}"
 
+    @property
+    def outside(self) -> str:
+        """The address at which they reach this machine."""
+        return f"{self._network}.254"
+
     def command(self, number: int, *argv: str) -> list[str]:
-        """A command line that runs there."""
-        return ["ip", "netns", "exec", self._names[number], *argv]
+        """A command line that runs there. All but the network is this machine's, cgroups too, which slurmd needs."""
+        return ["nsenter", f"--net=/run/netns/{self._names[number]}", *argv]
 
     def lose(self, percent: int) -> None:
         """Drop this share of what each of them receives, at random."""
@@ -49,7 +54,7 @@ table inet loss {{
     def __enter__(self) -> Namespaces:
         try:
             self._ip("link", "add", self._bridge, "type", "bridge")
-            self._ip("addr", "add", f"{self._network}.254/24", "dev", self._bridge)
+            self._ip("addr", "add", f"{self.outside}/24", "dev", self._bridge)
             self._ip("link", "set", self._bridge, "up")
             for number, name in enumerate(self._names):
                 self._ip("netns", "add", name)

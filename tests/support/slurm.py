@@ -1,4 +1,4 @@
-"""Debian's Slurm with several nodes on this machine, in a directory of its own."""
+"""Debian's Slurm with its nodes in network namespaces of this machine, in a directory of its own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from tests.support.namespaces import Namespaces
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE, until
 
 CONF = """
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={controller}
 AuthType=auth/munge
 AuthInfo=socket={root}/munge/socket
@@ -42,23 +43,25 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
 class SlurmCluster:
-    """munged, slurmctld and a slurmd for each node, from Debian's slurm-wlm. Ended at the end."""
+    """munged, slurmctld and a slurmd on each of the machines, from Debian's slurm-wlm. Ended at the end."""
 
-    def __init__(self, root: Path, nodes: int) -> None:
-        self.root, self._stack = root, ExitStack()
+    def __init__(self, root: Path, machines: Namespaces) -> None:
+        self.root, self._machines, self._stack = root, machines, ExitStack()
         for folder in ("state", "munge"):
             (root / folder).mkdir(parents=True)
         (root / "munge" / "key").write_bytes(secrets.token_bytes(1024))
         (root / "munge" / "key").chmod(0o400)
-        self._nodes = [f"n{number}" for number in range(nodes)]
+        self._nodes = [f"n{number}" for number in range(machines.count)]
         host, cpus = socket.gethostname(), os.cpu_count()
         lines = [
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cpus} State=UNKNOWN"
-            for name in self._nodes
+            f"NodeName={name} NodeHostname={host} NodeAddr={machines.address(number)} Port={free_port()} CPUs={cpus} "
+            "State=UNKNOWN"
+            for number, name in enumerate(self._nodes)
         ]
         text = CONF.format(
-            host=host, root=root, controller=free_port(), nodes="\n".join(lines), user=os.environ.get("USER", "root")
-        )
+            host=host, address=machines.outside, root=root, controller=free_port(), nodes="\n".join(lines),
+            user=os.environ.get("USER", "root"),
+        )  # fmt: skip
         (root / "slurm.conf").write_text(text)
 
     @property
@@ -104,8 +107,9 @@ class SlurmCluster:
             self._start("munged", "--foreground", "--force", *options)
             until((munge / "socket").exists, "munged")
             self._start("slurmctld", "-D", "-f", str(self.root / "slurm.conf"))
-            for name in self._nodes:
-                self._start("slurmd", "-D", "-N", name, "-f", str(self.root / "slurm.conf"))
+            for number, name in enumerate(self._nodes):
+                line = ("slurmd", "-D", "-N", name, "-f", str(self.root / "slurm.conf"))
+                self._start(*self._machines.command(number, *line))
             until(self._is_up, "all nodes of Slurm to be idle")
             self._stack = self._stack.pop_all()
         return self
