@@ -309,8 +309,19 @@ class Session(Caller):
             "policy_epoch": self.reply.policy_epoch,
         }
 
-    def led_from(self, publication: Publication | None) -> None:
-        """This replica publishes from now on, after this publication of another one."""
+    def say(self, status: str) -> None:
+        """Set what heartbeats say this replica is doing."""
+        self.status = status
+
+    def take_part(self) -> None:
+        """Train with the other policy replicas from now on."""
+        self.takes_part = True
+
+    def lead_since(self, epoch: int, publication: Publication | None) -> None:
+        """Commit and publish from now on, after this publication of another replica; epoch 0: no longer."""
+        self.leads_since = epoch
+        if not epoch:
+            return
         self.reply = self.reply.model_copy(update={"publication": publication})
         self.history.heard(0 if publication is None else publication.id)
 

@@ -116,8 +116,7 @@ def _train(
     finally:
         replicas.close()
         checkpointer.close(shutdown.grace)
-        if loop.publisher is not None:
-            loop.publisher.close()
+        loop.publisher.close()
 
 
 def _enter(peers: Peers, registration: Registration, checkpointer: Checkpointer, step: int) -> int:

@@ -74,7 +74,10 @@ class PromptTokenizer:
         self._thinking = thinking
         self._tools: list[Any] | None = None
         self._before, self._behind = self._added()
+        self._opening: list[int] = []
+        """What begins each prompt and conversation: a chat template writes it itself."""
         if self._template is None:
+            self._opening = self._before
             logger.warning("the tokenizer of %s has no chat template: contents are used as plain text", name)
         if thinking and not self._can_think():
             logger.warning("%senable_thinking = true has no effect: the chat template ignores it", _TURNS)
@@ -126,11 +129,7 @@ class PromptTokenizer:
 
     def _can_think(self) -> bool:
         """Whether the template renders a prompt in one way with thinking, in another without."""
-        if self._template is None:
-            return False
-        asked = as_messages("?")
-        on, off = (self._render(asked, add_generation_prompt=True, enable_thinking=flag) for flag in (True, False))
-        return on != off
+        return self._prompt("?", thinking=True) != self._prompt("?", thinking=False)
 
     def with_tools(self, tools: list[Any] | None) -> PromptTokenizer:
         """A copy that gives these definitions to the chat template; None: none."""
@@ -142,8 +141,6 @@ class PromptTokenizer:
 
     def shows_tools(self) -> bool:
         """Whether the chat template renders definitions of tools that it gets, with a system message or without."""
-        if self._template is None:
-            return False
         function = {"name": _TOOL, "description": "", "parameters": {"type": "object", "properties": {}}}
         probe = self.with_tools([{"type": "function", **function, "function": function}])
         question = as_messages("?")
@@ -163,16 +160,19 @@ class PromptTokenizer:
 
     def text(self, prompt: str | list[Message]) -> str:
         """A prompt in the chat template, up to where the model's answer begins."""
+        return self._prompt(prompt, thinking=self._thinking)
+
+    def _prompt(self, prompt: str | list[Message], *, thinking: bool) -> str:
         if self._template is None:
             return _contents(prompt)
         messages = _some(as_messages(prompt))
-        return self._render(messages, add_generation_prompt=True, enable_thinking=self._thinking)
+        return self._render(messages, add_generation_prompt=True, enable_thinking=thinking)
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Token ids of what `text` made."""
         if not texts:
             return []
-        return [np.asarray(self._begun(ids) if self._template is None else ids, np.int32) for ids in self._ids(texts)]
+        return [np.asarray(self._begun(ids), np.int32) for ids in self._ids(texts)]
 
     def decode(self, ids: Ids) -> str:
         """Tokens as text, special ones too."""
@@ -198,8 +198,7 @@ class PromptTokenizer:
             self._rendered(messages, texts, turns)
             for messages, turns in zip(conversations, without_loss, strict=True)
         ]
-        learnt = encode_all(rendered, self._ids, prefixes=self._prefixes)
-        return learnt if self._template is not None else [self._begun_too(talk) for talk in learnt]
+        return [self._begun_too(talk) for talk in encode_all(rendered, self._ids, prefixes=self._prefixes)]
 
     @property
     def eos_token_id(self) -> int | None:
@@ -309,13 +308,15 @@ class PromptTokenizer:
 
     def _begun_too(self, talk: Learnt) -> Learnt:
         """A conversation behind the tokens that begin a text."""
+        if not self._opening:
+            return talk
         ids = np.asarray(self._begun(talk.ids.tolist()), np.int32)
         unlearnt = np.zeros(len(ids) - len(talk.ids), np.uint8)
         return replace(talk, ids=ids, mask=np.concatenate([unlearnt, talk.mask]))
 
     def _begun(self, ids: list[int]) -> list[int]:
         """The tokens of a text behind those that begin one, unless it begins with them already."""
-        return ids if ids[: len(self._before)] == self._before else [*self._before, *ids]
+        return ids if ids[: len(self._opening)] == self._opening else [*self._opening, *ids]
 
     def _added(self) -> tuple[list[int], list[int]]:
         """The special tokens that the tokenizer puts before a text, and behind it."""

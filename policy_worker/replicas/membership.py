@@ -77,16 +77,14 @@ class Membership:
         while True:
             order = self._ask(at, weights=weights, kind=self._own_kind if at == "join" else {})
             if order.action in ("train", "save") or (order.action == "wait" and order.leads):
-                if self._session is not None:
-                    self._session.takes_part = True
+                self._note(Session.take_part)
                 return self._step
             at = "join"
             if order.action == "heal" and order.step >= 0:
                 self._say(f"loading the weights of step {order.step}")
                 heal(order.step)
                 self._step, at, weights = order.step, "healed", self._identity.weights()
-                if self._session is not None:
-                    self._session.history.healed(order.step)
+                self._note(lambda session, step: session.history.healed(step), order.step)
             self._check(order)
             self._leave_if_asked()
 
@@ -108,8 +106,8 @@ class Membership:
                 return False
             # Two answers do not wait: one comes while the others reach the end of the data, the other one where the
             # store has lost the commit before, which the next heartbeat shows.
-            if order.action == "commit" and self._session is not None:
-                self._session.declare_again()
+            if order.action == "commit":
+                self._note(Session.declare_again)
             finished = self.committed is not None and self.committed.finished
             if order.action == "commit" or (order.action == "wait" and finished):
                 time.sleep(LOOK_S)
@@ -122,8 +120,7 @@ class Membership:
             if order.action == "commit":
                 return commit()
             if self.committed is not None and self.committed.committed_steps > step:
-                if self._session is not None:
-                    self._session.history.committed(self.committed)
+                self._note(lambda session, reply: session.history.committed(reply), self.committed)
                 return self.committed
             self._check(order)
             if self._group.any(bool(self._shutdown)):
@@ -134,8 +131,12 @@ class Membership:
             self._check(self._ask("begin", step=self._step, wait_s=0.0))
 
     def _say(self, status: str) -> None:
+        self._note(Session.say, status)
+
+    def _note(self, note: Callable[..., object], *facts: object) -> None:
+        """Let the session of rank 0 take note of something; the other ranks have none."""
         if self._session is not None:
-            self._session.status = status
+            note(self._session, *facts)
 
     def _leave_if_asked(self) -> None:
         if self._group.any(bool(self._shutdown)):
@@ -207,10 +208,7 @@ class Membership:
             self._leads_since = order.epoch if order.leads else 0
             if order.leads:
                 log.info("this replica leads: it commits, publishes and saves from now on")
-            if self._session is not None:
-                self._session.leads_since = self._leads_since
-                if order.leads:
-                    self._session.led_from(order.publication)
+            self._note(Session.lead_since, self._leads_since, order.publication)
         return order
 
     def _take(self, order: MemberReply, step: int) -> None:

@@ -35,7 +35,7 @@ from policy_worker.training.batches.source import DataEnded
 from policy_worker.training.metrics import Metrics
 from policy_worker.training.profiles import Profiles
 from policy_worker.training.time_share import TimeShare
-from policy_worker.weights.publisher import Publisher
+from policy_worker.weights.publisher import NoPublisher, Publisher
 from schema.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Loop:
         self._config, self._reply, self._trainer = config, reply, trainer
         self._session, self._shutdown = session, shutdown
         self._replicas = replicas or Alone()
-        self.publisher: Publisher | None = None
+        self.publisher: Publisher | NoPublisher = NoPublisher()
         self._leads = False
         self._commits = Commits(trainer.group, session)
         traces = Path(reply.run_dir) / "profiles"
@@ -145,14 +145,13 @@ class Loop:
                 self._save(step)
         if self._checkpointer.enabled:  # once: the data may have ended after the last commit
             self._save(step)
-        if self.publisher is not None and self._published != step and self._settle():
+        if self._published != step and self._settle():
             self._publish(step)
         return self._finish(step)
 
     def _report(self, step: int, metrics: Metrics, algorithm: Algorithm, seconds: float) -> None:
         """A step is trained; it took so many seconds."""
-        if self.publisher is not None:
-            metrics |= self.publisher.metrics
+        metrics |= self.publisher.metrics
         metrics["publish_seconds"] = self._publish_seconds
         metrics["step_seconds"] = seconds + self._publish_seconds
         self._publish_seconds = self._waited_before = 0.0  # they are parts of one step
@@ -234,15 +233,13 @@ class Loop:
         while True:
             self._replicas.look()
             self._lead(step)
-            publisher = self.publisher
-            signals = (0.0, 0.0, 0.0) if publisher is None else publisher.signals()
-            flags = [float(bool(shutdown)), float(shutdown.checkpoint_asked), *signals]
+            flags = [float(bool(shutdown)), float(shutdown.checkpoint_asked), *self.publisher.signals()]
             flags += self._profiles.signals()
             leaves, saves, failed, publishes, wanted, *profile = self._trainer.group.all_reduce(flags, "max")
             self._profiles.reach(step, profile)
             if leaves or saves:
                 return StepEnd.SHUTDOWN if leaves else StepEnd.SAVE
-            owed = publisher is not None and publisher.owed
+            owed = self.publisher.owed
             if failed or ((owed or wanted) and not publishes):
                 return StepEnd.PUBLISH
             try:
@@ -281,9 +278,7 @@ class Loop:
         return reply
 
     def _publish(self, version: int) -> None:
-        """Publish, or owe it while the version before is on its way; without publisher there is nothing to do."""
-        if self.publisher is None:
-            return
+        """Publish, or owe it while the version before is on its way."""
         began = time.monotonic()
         with span("publish"):
             begun = self.publisher.publish(version)
@@ -293,7 +288,7 @@ class Loop:
 
     def _settle(self) -> bool:
         """Wait for what is being published; False if this replica was asked to leave meanwhile."""
-        return self.publisher is None or self.publisher.settle(LEAVING_SHARE * self._shutdown.grace)
+        return self.publisher.settle(LEAVING_SHARE * self._shutdown.grace)
 
     def _finish(self, step: int) -> str:
         self._profiles.stop(step)
@@ -323,7 +318,7 @@ class Loop:
 
     def _say(self, status: str) -> None:
         if self._session is not None:
-            self._session.status = status
+            self._session.say(status)
 
 
 class WaitClock:

@@ -21,7 +21,9 @@ import logging
 import re
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from policy_worker.background import Background
 from policy_worker.errors import PolicyError, SettingsError
@@ -176,6 +178,25 @@ class Publisher:
         """Describe what keeps a version from being published, for people; "": nothing does."""
         trouble = "" if self._leader is None else self._leader.trouble
         return trouble or self._store.trouble()
+
+
+class NoPublisher:
+    """In place of a `Publisher` where nothing is published: another replica leads, or no replica would fetch."""
+
+    owed = False
+    metrics: Mapping[str, float] = MappingProxyType({})
+
+    def publish(self, version: int) -> bool:
+        return False
+
+    def signals(self) -> tuple[float, float, float]:
+        return 0.0, 0.0, 0.0
+
+    def settle(self, patience: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
 
 
 def prove(store: Store, strict: bool) -> None:

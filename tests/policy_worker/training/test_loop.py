@@ -15,6 +15,7 @@ from policy_worker.replicas.base import Alone
 from policy_worker.training.batches.source import DataEnded
 from policy_worker.training.loop import POLL, POLL_OWED, Loop, StepEnd, WaitClock
 from policy_worker.training.profiles import Profiles
+from policy_worker.weights.publisher import NoPublisher
 from schema.config.sections.profiler import ProfilerConfig
 
 
@@ -48,7 +49,7 @@ def loop(group: RankGroup) -> Loop:
     loop = Loop.__new__(Loop)  # only what a wait reads
     loop._replicas, loop._leads = Alone(), True
     loop._trainer = SimpleNamespace(group=group)  # type: ignore[assignment]
-    loop._shutdown, loop.publisher, loop._clock, loop._time_share = ShutdownRequest(), None, None, None
+    loop._shutdown, loop.publisher, loop._clock, loop._time_share = ShutdownRequest(), NoPublisher(), None, None
     loop._profiles = Profiles(ProfilerConfig(), loop._trainer, Path(), None, loop._shutdown)
     return loop
 
@@ -92,7 +93,7 @@ def test_a_wait_that_a_publication_ends_is_a_part_of_the_steps_wait(loop: Loop, 
     monkeypatch.setattr("policy_worker.training.loop.time.monotonic", lambda: float(next(ticks)))
     loop._clock, loop.publisher = WaitClock(), Publishing(owed=True)
     assert loop.train_step(Scripted("batch"), 0) is StepEnd.PUBLISH  # asked for at 0, given up at 1
-    loop.publisher = None
+    loop.publisher = NoPublisher()
     metrics = loop.train_step(Scripted("batch"), 0)  # asked for at 2, there at 3, trained at 4
     assert metrics == {"trained": 1.0, "wait_seconds": 2.0, "train_seconds": 1.0, "idle_fraction": 0.0}
 
