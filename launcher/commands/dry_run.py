@@ -25,7 +25,7 @@ from launcher.preflight.memory import Cache, MemoryPart, size_text
 from launcher.preflight.models import LocalModel, UnknownModelError, find_model
 from launcher.restarts import Role
 from schema.config import Config, Problem
-from schema.config.layout import apart_layouts, mesh_text
+from schema.config.layout import apart_layouts, mesh_text, unit_ranks
 from schema.config.secrets import MASK, masked
 
 HOST = memory.HOST
@@ -174,7 +174,7 @@ def _memory_of(
     if model is not None and spec.role is Role.POLICY:
         mesh, ranks = config.policy.parallelism, len(replica.processes)
         shards = max(1, ranks // mesh.dp_replicate_size)
-        data_ranks = max(1, ranks // (mesh.tp_size * mesh.cp_size * mesh.pp_size))
+        data_ranks = max(1, ranks // unit_ranks(mesh))
         apart = {}
         for number, role in enumerate(apart_layouts(config) if gpus else ()):
             gpu = gpus[ranks + number * data_ranks + spec.rank * data_ranks // ranks]

@@ -45,7 +45,7 @@ def needs(config: Config, gpus: int, *, rollouts: bool = True) -> Needs:
             left = len(policy.devices)
         elif rollout is not None and not shared:
             left -= len(rollout.devices) or rollout.replicas * per_rollout
-        ranks = policy.unit * max(1, left // (policy.unit * policy.replicas))
+        ranks = policy.ranks_per_shard * max(1, left // (policy.ranks_per_shard * policy.replicas))
     return Needs(policy.replicas, ranks, rollout.replicas if rollout else 0, per_rollout)
 
 
@@ -99,7 +99,7 @@ def too_few_to_replay(role: RoleLayout, world: int, available: int, listed: list
     message += f"{role.key} names {available}" if role.listed else f"this machine has {count}"
     if listed and not role.listed:
         message += f", and {listed[0].key} leaves {available}"
-    hint = f"write {key} = {available // role.unit}" if available >= role.unit else ""
+    hint = f"write {key} = {available // role.ranks_per_shard}" if available >= role.ranks_per_shard else ""
     if listed:
         hint += f"{', or ' if hint else 'write '}another {listed[0].key}"
     return Problem(key, message, world, hint or "replay it where the GPUs are")

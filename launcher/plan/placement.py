@@ -37,7 +37,7 @@ from launcher.plan.needs import (
 )
 from launcher.restarts import Role
 from schema.config import Config, Problem
-from schema.config.layout import RoleLayout, apart_layouts, placed_roles, policy_layout
+from schema.config.layout import RoleLayout, apart_layouts, placed_roles, policy_layout, unit_ranks
 from schema.config.rules.placement import PLACEMENT_RULES
 
 
@@ -300,8 +300,7 @@ def _no_gpus(listed: list[RoleLayout]) -> Problem:
 
 def _data_ranks(config: Config, ranks: int) -> int:
     """Return how many of these ranks of the policy have samples of their own."""
-    mesh = config.policy.parallelism
-    return ranks // (mesh.tp_size * mesh.cp_size * mesh.pp_size)
+    return ranks // unit_ranks(config.policy.parallelism)
 
 
 def _visible(gpus: Sequence[tuple[str, ...]], node: int, devices: Sequence[int]) -> dict[str, str]:

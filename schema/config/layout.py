@@ -1,6 +1,6 @@
 """How many devices each role takes, and which of them `[placement]` names: arithmetic without a machine.
 
-    devices of a role = replicas * unit * shards        unit = tp * cp * pp * dp_replicate
+    devices of a role = replicas * ranks_per_shard * shards        ranks_per_shard = tp * cp * pp * dp_replicate
     shards: dp_shard_size; None while it is -1, which takes what there is
 
 Expert parallelism spreads over these devices and needs none of its own.
@@ -22,7 +22,7 @@ class RoleLayout:
 
     name: str
     replicas: int
-    unit: int
+    ranks_per_shard: int
     shards: int | None
     listed: Devices
     sized_by: str
@@ -40,7 +40,7 @@ class RoleLayout:
     @property
     def size(self) -> int | None:
         """Devices of one replica; None while dp_shard_size = -1 leaves it open."""
-        return None if self.shards is None else self.unit * self.shards
+        return None if self.shards is None else self.ranks_per_shard * self.shards
 
     @property
     def nested(self) -> bool:
@@ -79,23 +79,25 @@ def policy_ranks(config: Config) -> int | None:
 
 def _whole(mesh: ParallelismConfig, ranks: int | None) -> ParallelismConfig:
     """The mesh without -1, as far as the number of its ranks is known."""
-    if mesh.dp_shard_size != -1 or ranks is None or ranks % unit_of(mesh):
+    if mesh.dp_shard_size != -1 or ranks is None or ranks % ranks_per_shard(mesh):
         return mesh
-    return mesh.model_copy(update={"dp_shard_size": ranks // unit_of(mesh)})
+    return mesh.model_copy(update={"dp_shard_size": ranks // ranks_per_shard(mesh)})
 
 
 def policy_layout(config: Config) -> RoleLayout:
     """The policy replicas."""
     mesh = config.policy.parallelism
     shards = None if mesh.dp_shard_size == -1 else mesh.dp_shard_size
-    return RoleLayout("policy", mesh.n_init_replicas, unit_of(mesh), shards, config.placement.policy, "policy")
+    per_shard = ranks_per_shard(mesh)
+    return RoleLayout("policy", mesh.n_init_replicas, per_shard, shards, config.placement.policy, "policy")
 
 
 def rollout_layout(config: Config) -> RoleLayout:
     """The rollout replicas; -1 means one there."""
     mesh = config.rollout.parallelism
     shards = max(1, mesh.dp_shard_size)
-    return RoleLayout("rollout", mesh.n_init_replicas, unit_of(mesh), shards, config.placement.rollout, "rollout")
+    per_shard = ranks_per_shard(mesh)
+    return RoleLayout("rollout", mesh.n_init_replicas, per_shard, shards, config.placement.rollout, "rollout")
 
 
 def reference_layout(config: Config) -> RoleLayout | None:
@@ -120,7 +122,7 @@ def _next_to_policy(config: Config, name: str, listed: Devices) -> RoleLayout | 
         return None
     shards = policy.shards
     if shards is None and policy.listed:
-        shards = max(1, len(policy.devices) // (policy.replicas * policy.unit))
+        shards = max(1, len(policy.devices) // (policy.replicas * policy.ranks_per_shard))
     copies = config.policy.parallelism.dp_replicate_size
     return RoleLayout(name, policy.replicas, copies, shards, listed, "policy")
 
@@ -142,12 +144,17 @@ def placed_roles(config: Config) -> list[RoleLayout]:
 
 def ranks_of(mesh: ParallelismConfig) -> int | None:
     """All ranks of a mesh; None while dp_shard_size = -1 leaves them open."""
-    return None if mesh.dp_shard_size == -1 else unit_of(mesh) * mesh.dp_shard_size
+    return None if mesh.dp_shard_size == -1 else ranks_per_shard(mesh) * mesh.dp_shard_size
 
 
-def unit_of(mesh: ParallelismConfig) -> int:
-    """The ranks of a mesh but for its shards."""
-    return mesh.tp_size * mesh.cp_size * mesh.pp_size * mesh.dp_replicate_size
+def ranks_per_shard(mesh: ParallelismConfig) -> int:
+    """The product of all sizes of a mesh but dp_shard_size."""
+    return unit_ranks(mesh) * mesh.dp_replicate_size
+
+
+def unit_ranks(mesh: ParallelismConfig) -> int:
+    """How many ranks train the same samples together: a unit (`policy_worker.parallel.mesh`)."""
+    return mesh.tp_size * mesh.cp_size * mesh.pp_size
 
 
 def mesh_text(mesh: ParallelismConfig) -> str:

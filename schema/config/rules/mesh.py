@@ -20,8 +20,8 @@ from schema.config.layout import (
     policy_layout,
     policy_ranks,
     ranks_of,
+    ranks_per_shard,
     reference_is_within,
-    unit_of,
 )
 from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
@@ -79,20 +79,20 @@ def roles_have_the_policys_ranks(config: Config) -> Iterator[Problem]:
 
 
 def _wrong_ranks(config: Config, section: str, mesh: ParallelismConfig) -> Iterator[Problem]:
-    ranks, unit, found = policy_ranks(config), unit_of(mesh), ranks_of(mesh)
+    ranks, per_shard, found = policy_ranks(config), ranks_per_shard(mesh), ranks_of(mesh)
     makes, theirs = (
-        f"{{}} makes a mesh of {found or unit} ranks ({mesh_text(mesh)})",
+        f"{{}} makes a mesh of {found or per_shard} ranks ({mesh_text(mesh)})",
         mesh_text(config.policy.parallelism),
     )
     name, hint, fault = "dp_shard_size", "", ""
     if ranks is None:  # as many as there are devices
-        least = policy_layout(config).unit
+        least = policy_layout(config).ranks_per_shard
         if found is not None and found % least:
             fault, hint = f": no multiple of {least} ({theirs})", "write {!} = -1, or a multiple"
-    elif found != ranks and (found is not None or ranks % unit):
+    elif found != ranks and (found is not None or ranks % per_shard):
         fault = f", and the policy's has {ranks} ({theirs})"
-        hint = f"write {{!}} = {ranks // unit}, or -1 for all that are left"
-        if ranks % unit:
+        hint = f"write {{!}} = {ranks // per_shard}, or -1 for all that are left"
+        if ranks % per_shard:
             sizes = ("tp_size", "cp_size", "pp_size", "dp_replicate_size")
             names = [size for size in sizes if getattr(mesh, size) > 1]
             ones, name = "".join(f"{section}.{size} = 1 and " for size in names), names[0]
@@ -207,7 +207,7 @@ def engines_have_such_a_mesh(config: Config) -> Iterator[Problem]:
 def ranks_are_countable(config: Config) -> Iterator[Problem]:
     """Replicas times their ranks: each factor is bounded by its field, the product here."""
     for role in layouts(config):
-        section, size = f"{role.name}.parallelism", role.unit * (role.shards or 1)
+        section, size = f"{role.name}.parallelism", role.ranks_per_shard * (role.shards or 1)
         total = role.replicas * size
         if total > MOST_RANKS:
             says = f"{{}} replicas of {size} ({mesh_text(value_at(config, section))}) are {total} ranks, more than "

@@ -129,11 +129,11 @@ def _misfit(config: Config, role: RoleLayout) -> list[Problem]:
     if len(set(parts)) > 1:
         says = f"gives its replicas {_names(parts)} devices, but each takes as many as the others ({mesh})"
         return [refused(config, role.key, says, "give each as many devices", related)]
-    unit = role.unit * (role.shards or 1)
-    takes, is_open = role.replicas * unit, role.shards is None
+    of_replica = role.ranks_per_shard * (role.shards or 1)
+    takes, is_open = role.replicas * of_replica, role.shards is None
     if given == takes or (is_open and given and given % takes == 0):
         return []
-    says = f"names {given} devices, but {replicas} = {role.replicas} of {unit} ({mesh}) take {takes}"
+    says = f"names {given} devices, but {replicas} = {role.replicas} of {of_replica} ({mesh}) take {takes}"
     says += " or a multiple" * is_open
     return [refused(config, role.key, says, _fitting(config, role, given), related)]
 
@@ -146,16 +146,16 @@ def most_devices(takes: Mapping[str, int], shared: bool) -> int:
 
 def _fitting(config: Config, role: RoleLayout, given: int) -> str:
     """Return the hint by which a role takes the devices that its list names."""
-    section, unit, replicas = role.section, role.unit * (role.shards or 1), role.replicas
-    name = f"name {replicas * unit} devices"
+    section, of_replica, replicas = role.section, role.ranks_per_shard * (role.shards or 1), role.replicas
+    name = f"name {replicas * of_replica} devices"
     if not given:
         return name
-    if given % (replicas * role.unit) == 0 and role.name == "policy":
-        return f"write {section}.dp_shard_size = {given // (replicas * role.unit)}, or {name}"
-    if given % unit == 0 and not role.nested and role.name not in NEXT_TO_POLICY:
-        return f"write {section}.n_init_replicas = {given // unit}, or {name}"
+    if given % (replicas * role.ranks_per_shard) == 0 and role.name == "policy":
+        return f"write {section}.dp_shard_size = {given // (replicas * role.ranks_per_shard)}, or {name}"
+    if given % of_replica == 0 and not role.nested and role.name not in NEXT_TO_POLICY:
+        return f"write {section}.n_init_replicas = {given // of_replica}, or {name}"
     if role.name == "rollout" and not config.rollout.engine.one_device:
-        others = unit // config.rollout.parallelism.tp_size
+        others = of_replica // config.rollout.parallelism.tp_size
         if given % (replicas * others) == 0:
             return f"write {section}.tp_size = {given // (replicas * others)}, or {name}"
     return name
@@ -167,7 +167,9 @@ def devices_suffice(config: Config) -> Iterator[Problem]:
     if not placement.gpus_per_node or all(role.listed for role in roles):
         return
     total = placement.nodes * placement.gpus_per_node
-    takes = {role.name: len(role.devices) or role.replicas * role.unit * (role.shards or 1) for role in roles}
+    takes = {
+        role.name: len(role.devices) or role.replicas * role.ranks_per_shard * (role.shards or 1) for role in roles
+    }
     needed = most_devices(takes, shared=placement.share != "none")
     if needed <= total:
         return
