@@ -5,7 +5,7 @@ round         what a replica does with the others in a step: compute, agree, exc
 membership    what it asks of the controller
 identity      by what replicas find out that they are alike
 rendezvous    where processes meet
-gradients     those of a rank as one row of numbers, and the sum over the parts of a batch
+gradients     those of a rank as one vector, and the sum over the parts of a batch
 exchange      what an exchange is, and how it ends
 transports    by a process group of the same rank of each replica (gloo, NCCL); by a weight store, which all see
 """

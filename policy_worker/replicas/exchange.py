@@ -1,8 +1,8 @@
-"""An exchange of gradients: rows of numbers that each replica has some of, and all of them need.
+"""An exchange of gradients: one vector for each part of a batch; each replica has some of them and needs all.
 
 The same rank of each replica takes part, with the gradients of its own shards; ranks of other numbers are not met.
-Nothing waits without an end: an exchange is over when it is complete, when it is to stop (another epoch has
-begun, for example), or when nothing has come for too long.
+Nothing waits without an end: an exchange is over when it is complete, when it is to stop (another
+membership epoch has begun, for example), or when nothing has come for too long.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 PIECE_BYTES = 32 << 20
-"""Bytes of a row that travel, and are added, at once."""
+"""Bytes of a vector that travel, and are added, at once."""
 LOOK_S, LONGEST_LOOK_S = 0.001, 0.05
 """How often it is looked whether something has come, at first and in the end."""
 
@@ -26,7 +26,9 @@ class ExchangeEnded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One exchange: of an optimizer step, in an epoch. counts: parts of each member, in order. me: which one."""
+    """One exchange: of an optimizer step, in a membership epoch.
+
+    counts: parts of each member, in order. me: which member this one is."""
 
     timeline: int
     step: int
@@ -57,13 +59,13 @@ class Round:
 
 
 class Exchange(Protocol):
-    """A transport. One round at a time; a round may be begun anew under another epoch."""
+    """A transport. One round at a time; a round may be begun anew under another membership epoch."""
 
     def pieces(self, round_: Round, own: Mapping[int, Tensor]) -> Iterator[tuple[slice, Sequence[Tensor]]]:
-        """Yield for each piece of a row its place, and the numbers of all parts there, in order; not to be changed.
+        """Yield for each piece of a vector where it is, and that piece of all parts, in order; not to be changed.
 
-        own: the rows of this member's parts, [n] each, at least one unless it has none; all of one type. A member
-        without parts has to know n: it hands in any row under -1.
+        own: the vectors of this member's parts, [n] each, at least one unless it has none; all of one type. A member
+        without parts has to know n: it hands in any vector under -1.
 
         Raises `ExchangeEnded`."""
 
@@ -92,8 +94,8 @@ class ExchangeWatch:
             pause = min(2 * pause, LONGEST_LOOK_S)
 
 
-def cut(row: Tensor) -> Iterator[slice]:
-    """The pieces of a row, in order."""
-    size = max(1, PIECE_BYTES // row.element_size())
-    for start in range(0, len(row), size):
-        yield slice(start, min(start + size, len(row)))
+def cut(vector: Tensor) -> Iterator[slice]:
+    """The pieces of a vector, in order."""
+    size = max(1, PIECE_BYTES // vector.element_size())
+    for start in range(0, len(vector), size):
+        yield slice(start, min(start + size, len(vector)))

@@ -1,6 +1,6 @@
-"""The gradients of this rank: of each part of a batch as one row of numbers, and their sum over all parts.
+"""The gradients of this rank: of each part of a batch as one vector, and their sum over all parts.
 
-    backward of a part ─▶ .grad of each parameter ─▶ take: a row ─▶ Exchange ─▶ give: the sum in .grad ─▶ optimizer
+    backward of a part ─▶ .grad of each parameter ─▶ take: a vector ─▶ Exchange ─▶ add_up: the sum in .grad
 
 The sum is ((part 0 + part 1) + part 2) + …, number by number, in the type of the gradients: the same bits, whoever
 has computed which part. A parameter without a gradient counts as zeros where another part has one for it.
@@ -27,28 +27,28 @@ class PartGradients:
         kinds = {parameter.dtype for parameter in self._parameters}
         assert len(kinds) <= 1, f"gradients of several types: {kinds}"
         self._sizes = [local_of(parameter).numel() for parameter in self._parameters]
-        self._rows: dict[int, Tensor] = {}
+        self._vectors: dict[int, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
-        """Where rows are."""
+        """Where the vectors are."""
         return local_of(self._parameters[0]).device
 
     @property
     def numbers(self) -> int:
-        """Length of a row: one for each of this rank's numbers, one for each parameter, whether it has a gradient."""
+        """Length of a vector: for each parameter whether it has a gradient, then all gradients of this rank."""
         return sum(self._sizes) + len(self._sizes)
 
     @property
     def bytes_of_part(self) -> int:
-        """Size of a row."""
+        """Size of a vector."""
         return self.numbers * local_of(self._parameters[0]).element_size()
 
     @torch.no_grad()
     def take(self, part: int) -> None:
-        """The gradients that there are now are those of a part; parameters have none afterwards."""
-        row = self._empty()
-        marks, rest = row[: len(self._sizes)], row[len(self._sizes) :]
+        """Move the gradients, which are those of this part, out of the parameters into a vector."""
+        vector = self._empty()
+        marks, rest = vector[: len(self._sizes)], vector[len(self._sizes) :]
         for number, (parameter, place) in enumerate(zip(self._parameters, self._places(rest), strict=True)):
             marks[number] = float(parameter.grad is not None)
             if parameter.grad is None:
@@ -56,19 +56,19 @@ class PartGradients:
             else:
                 place.copy_(local_of(parameter.grad).reshape(-1))
             parameter.grad = None
-        self._rows[part] = row
+        self._vectors[part] = vector
 
     @torch.no_grad()
     def add_up(self, exchange: Exchange, round_: Round) -> None:
-        """Give each parameter the sum over all parts; those that were taken stay, for another attempt.
+        """Give each parameter the sum over all parts; the vectors stay, for another attempt.
 
         Raises `ExchangeEnded`: parameters have no gradients."""
-        rows_here = {part: self._rows[part] for part in round_.mine} or {-1: self._empty()}
-        total = torch.empty_like(next(iter(rows_here.values())))
-        for where, rows in exchange.pieces(round_, rows_here):
-            piece = total[where].copy_(rows[0])
-            for row in rows[1:]:
-                piece.add_(row)
+        vectors_here = {part: self._vectors[part] for part in round_.mine} or {-1: self._empty()}
+        total = torch.empty_like(next(iter(vectors_here.values())))
+        for where, vectors in exchange.pieces(round_, vectors_here):
+            piece = total[where].copy_(vectors[0])
+            for vector in vectors[1:]:
+                piece.add_(vector)
         marks, rest = total[: len(self._sizes)], total[len(self._sizes) :]
         for has_gradient, parameter, place in zip(
             (marks != 0).tolist(), self._parameters, self._places(rest), strict=True
@@ -76,8 +76,8 @@ class PartGradients:
             parameter.grad = _like(parameter, place) if has_gradient else None
 
     def forget(self) -> None:
-        """The step was applied, or given up."""
-        self._rows.clear()
+        """Drop the vectors: the step was applied, or given up."""
+        self._vectors.clear()
 
     def _empty(self) -> Tensor:
         first = local_of(self._parameters[0])

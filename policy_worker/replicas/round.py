@@ -82,23 +82,23 @@ class Peers(Membership):
     def learn(self, trained: TrainedModel, compute: Callable[[int], None], notes: Notes) -> None:
         """A round; notes of all parts are put. See `Replicas.learn`."""
         gradients = self._gradients[trained]
-        said: dict[int, bytes] = {}
+        notes_of_part: dict[int, bytes] = {}
 
-        def find(part: int) -> None:
+        def compute_part(part: int) -> None:
             trained.seed_dropouts([self._config.effective_seed, self._step, self._number, part])
             notes.begin(part)
             compute(part)
             trained.end_part()
             gradients.take(part)
-            said[part] = json.dumps(notes.take(part)).encode()
+            notes_of_part[part] = json.dumps(notes.take(part)).encode()
 
         def exchange(transport: Exchange, round_: Round) -> list[bytes]:
             gradients.add_up(transport, round_)
-            came = (self.parts - len(round_.mine)) * gradients.bytes_of_part
-            self.metrics["exchange_bytes"] = self.metrics.get("exchange_bytes", 0.0) + came
-            return transport.notes(round_, {part: said[part] for part in self._order.parts})
+            received = (self.parts - len(round_.mine)) * gradients.bytes_of_part
+            self.metrics["exchange_bytes"] = self.metrics.get("exchange_bytes", 0.0) + received
+            return transport.notes(round_, {part: notes_of_part[part] for part in self._order.parts})
 
-        all_notes = self._round(find, exchange)
+        all_notes = self._round(compute_part, exchange)
         gradients.forget()
         notes.put([json.loads(data) for data in all_notes])
 
@@ -163,7 +163,9 @@ class Peers(Membership):
         return self._reply.replica_id
 
     def _transport(self) -> Exchange:
-        """Return the exchange of this epoch. Raises `ExchangeEnded`, `RendezvousError`: the others do not come."""
+        """Return the exchange of this membership epoch.
+
+        Raises `ExchangeEnded`, `RendezvousError`: the others do not come."""
         order = self._order
         if self._exchange_membership_epoch == order.epoch:
             return self._exchange
@@ -196,10 +198,10 @@ class Peers(Membership):
         return ExchangeWatch(self._is_over, self._patience)
 
     def _is_over(self) -> str:
-        """Why nothing is to be waited for any more, as far as this rank has heard; "": it is."""
+        """Why waiting is to end, as far as this rank has been told; "" while it is not."""
         session = self._session
         newer = session is not None and session.members_epoch > self._order.epoch
-        return "another epoch has begun" if newer else ""
+        return "another membership epoch has begun" if newer else ""
 
     @property
     def _patience(self) -> float:

@@ -94,12 +94,12 @@ class CollectiveExchange:
             data = own.get(part, b"")
             size = torch.tensor([len(data)], device=self._device)
             self._broadcast(size, owner, what)
-            row = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+            vector = torch.empty(int(size), dtype=torch.uint8, device=self._device)
             if owner == self._me and data:
-                row.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            if len(row):
-                self._broadcast(row, owner, what)
-            of_parts.append(row.cpu().numpy().tobytes())
+                vector.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            if len(vector):
+                self._broadcast(vector, owner, what)
+            of_parts.append(vector.cpu().numpy().tobytes())
         return of_parts
 
     def _broadcast(self, piece: Tensor, owner: int, what: str) -> None:
@@ -134,25 +134,27 @@ class StoredExchange:
     def pieces(self, round_: Round, own: Mapping[int, Tensor]) -> Iterator[tuple[slice, Sequence[Tensor]]]:
         """See `Exchange.pieces`."""
         like = next(iter(own.values()))
-        rows = self._all(round_, "", {part: row for part, row in own.items() if part >= 0}, like)
+        vectors = self._all(round_, "", {part: vector for part, vector in own.items() if part >= 0}, like)
         for where in cut(like):
-            yield where, [row[where] for row in rows]
+            yield where, [vector[where] for vector in vectors]
 
     def notes(self, round_: Round, own: Mapping[int, bytes]) -> list[bytes]:
         """See `Exchange.notes`."""
-        rows_here = {part: torch.frombuffer(bytearray(data), dtype=torch.uint8) for part, data in own.items() if data}
-        rows_here |= {part: torch.empty(0, dtype=torch.uint8) for part, data in own.items() if not data}
-        rows = self._all(round_, "-notes", rows_here, torch.empty(0, dtype=torch.uint8), any_size=True)
-        return [row.numpy().tobytes() for row in rows]
+        vectors_here = {
+            part: torch.frombuffer(bytearray(data), dtype=torch.uint8) for part, data in own.items() if data
+        }
+        vectors_here |= {part: torch.empty(0, dtype=torch.uint8) for part, data in own.items() if not data}
+        vectors = self._all(round_, "-notes", vectors_here, torch.empty(0, dtype=torch.uint8), any_size=True)
+        return [vector.numpy().tobytes() for vector in vectors]
 
     def _all(
         self, round_: Round, kind: str, mine: Mapping[int, Tensor], like: Tensor, *, any_size: bool = False
     ) -> list[Tensor]:
-        """Return the rows of all parts, in order. Raises `ExchangeEnded`."""
+        """Return the vectors of all parts, in order. Raises `ExchangeEnded`."""
         names = [f"{self._prefix}.{round_.name}-p{part}-r{self._rank}{kind}" for part in range(round_.parts)]
         try:
-            for part, row in mine.items():
-                self._write(names[part], row)
+            for part, vector in mine.items():
+                self._write(names[part], vector)
             self._note(round_, [names[part] for part in mine])
             return [
                 mine[part] if part in mine else self._read(name, like, any_size) for part, name in enumerate(names)
@@ -166,9 +168,9 @@ class StoredExchange:
         while len(self._written) > 2:
             self._remove(self._written.pop(next(iter(self._written))))
 
-    def _write(self, name: str, row: Tensor) -> None:
-        data = memoryview(row.detach().cpu().contiguous().view(torch.uint8).numpy())
-        facts = {"dtype": str(row.dtype), "numbers": len(row), "hash": digest(data).hex()}
+    def _write(self, name: str, vector: Tensor) -> None:
+        data = memoryview(vector.detach().cpu().contiguous().view(torch.uint8).numpy())
+        facts = {"dtype": str(vector.dtype), "numbers": len(vector), "hash": digest(data).hex()}
         with self._store.stage(name) as stage:
             with stage.create(GRADIENT) as file:
                 file.write(data)

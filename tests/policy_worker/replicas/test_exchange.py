@@ -71,7 +71,7 @@ class Member:
 
     def compute(self, parts: list[int], number: int = 0) -> None:
         for part in parts:
-            if part in self.parts._rows:
+            if part in self.parts._vectors:
                 continue
             for parameter, gradient in zip(self.parameters, gradients(part, number), strict=True):
                 parameter.grad = gradient
@@ -148,7 +148,7 @@ def test_what_is_stored_is_proven_and_removed(tmp_path: Path) -> None:
     name = f"gradients.{round_.name}-p1-r0"
     other.compute([1])
     assert isinstance(other.exchange, StoredExchange)
-    other.exchange._write(name, other.parts._rows[1])
+    other.exchange._write(name, other.parts._vectors[1])
     (tmp_path / name / "gradient").chmod(0o600)
     with (tmp_path / name / "gradient").open("r+b") as file:
         file.write(b"x")
