@@ -35,7 +35,7 @@ class Credit:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class StepInputs:
     """Everything that critic and policy learn from in a step.
 
     fetched: the samples of this rank's shares, and those that other models of its unit or comparisons need."""
@@ -67,8 +67,8 @@ class CreditAssignment:
         self._min_prefix = grpo.min_filter_prefix_tokens
         self._said_parts = False
 
-    def of_step(self, plan: StepPlan, fetched: Mapping[int, TrainSample], scores: Scores) -> Lesson:
-        """The lesson of a step; tokens that do not count get a column. A collective."""
+    def of_step(self, plan: StepPlan, fetched: Mapping[int, TrainSample], scores: Scores) -> StepInputs:
+        """Assign credit to the samples of a step; tokens that do not count get a column. A collective."""
         table, columns = plan.table, scores.columns
         samples = {row: fetched[row] for row in plan.rows}
         counted = {row for row in plan.rows if plan.counts_here(row)}
@@ -86,17 +86,17 @@ class CreditAssignment:
             counted,
         )
         tokens = self._leave_out(plan, fetched, advantages, columns)
-        return Lesson(plan, fetched, scores, Credit(advantages, tokens, kl))
+        return StepInputs(plan, fetched, scores, Credit(advantages, tokens, kl))
 
-    def adapt(self, lesson: Lesson) -> Metrics:
+    def adapt(self, inputs: StepInputs) -> Metrics:
         """Report β of this step and its KL, and adapt β. A collective if there is a KL in the reward.
 
         Called once the step is learnt: one whose batch has changed is begun anew with the same β."""
-        trainer, term, kl_of_rows = self._trainer, self._kl_in_reward, lesson.credit.kl
+        trainer, term, kl_of_rows = self._trainer, self._kl_in_reward, inputs.credit.kl
         if kl_of_rows is None:
             return {}
         beta = trainer.kl_coefficient
-        means = [float(values.mean()) for row, values in kl_of_rows.items() if lesson.plan.counts_here(row)]
+        means = [float(values.mean()) for row, values in kl_of_rows.items() if inputs.plan.counts_here(row)]
         total, samples = trainer.group.all_reduce([math.fsum(means), float(len(means))], "sum")
         kl = total / max(samples, 1)
         if trainer.adapts_kl:

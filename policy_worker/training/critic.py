@@ -37,7 +37,7 @@ from policy_worker.training.batches.cutting import (
     rows_of,
 )
 from policy_worker.training.columns import RETURN, VALUE
-from policy_worker.training.credit import Lesson
+from policy_worker.training.credit import StepInputs
 from policy_worker.training.metrics import Metrics, PartSums, SumNotes, mean_norm
 from policy_worker.training.step_plan import StepPlan
 from schema.config import Config
@@ -70,7 +70,7 @@ class NoCritic:
     def values(self, plan: StepPlan, samples: Samples) -> None:
         return None
 
-    def learn(self, lesson: Lesson) -> Metrics:
+    def learn(self, inputs: StepInputs) -> Metrics:
         return {}
 
 
@@ -129,14 +129,14 @@ class CriticTraining:
             values = self._replicas.columns(find, {VALUE: numbers}, lengths)[VALUE]
             return self._critic.group.to_all_ranks(values, plan.lengths, numbers) if self._is_own else values
 
-    def learn(self, lesson: Lesson) -> Metrics:
+    def learn(self, inputs: StepInputs) -> Metrics:
         """The critic's optimizer steps of a training step, and its metrics. A collective.
 
         Raises `NonFiniteGradientError`: see `Optimizer.step`."""
-        critic, sums, plan, table = self._critic, PartSums(), lesson.plan, lesson.plan.table
-        mini_batches, values = self._planned(plan), lesson.scores.values
+        critic, sums, plan, table = self._critic, PartSums(), inputs.plan, inputs.plan.table
+        mini_batches, values = self._planned(plan), inputs.scores.values
         assert values is not None
-        columns = {VALUE: values, RETURN: lesson.credit.advantages.returns}
+        columns = {VALUE: values, RETURN: inputs.credit.advantages.returns}
         if self._is_own:
             data_rank = self._policy.data_rank
             returns = {row: r for row, r in columns[RETURN].items() if plan.owners[row] == data_rank}
@@ -146,7 +146,7 @@ class CriticTraining:
             rows = mini_batch.rows
             norm = Normalizers(sum(table.response_tokens[row] for row in rows), len(rows))
             loss_of = partial(self._loss_of, table, norm, sums)
-            compute = partial(self._learn_part, lesson.fetched, mini_batch, loss_of, columns)
+            compute = partial(self._learn_part, inputs.fetched, mini_batch, loss_of, columns)
             self._replicas.learn(critic, compute, SumNotes(sums, critic.group))
             sums.end_step(critic.apply(table.step))
             tokens.append(norm.tokens)

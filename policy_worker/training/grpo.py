@@ -81,9 +81,9 @@ class Grpo:
         if samples is None or not self.teachers.prepare(plan, samples):
             return None
         scores = self._passes.run(plan, samples)
-        lesson = self._credit.of_step(plan, samples, scores)
-        metrics = scores.metrics | self._critic.learn(lesson)
-        metrics |= self._update.learn(lesson)
-        metrics |= self._credit.adapt(lesson) | self.teachers.metrics(lesson.own)
+        inputs = self._credit.of_step(plan, samples, scores)
+        metrics = scores.metrics | self._critic.learn(inputs)
+        metrics |= self._update.learn(inputs)
+        metrics |= self._credit.adapt(inputs) | self.teachers.metrics(inputs.own)
         prefetched = self._source.prefetched_fraction
         return metrics | ({} if prefetched is None else {"ahead_fraction": prefetched})

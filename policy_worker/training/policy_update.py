@@ -27,7 +27,7 @@ from policy_worker.replicas.base import Replicas
 from policy_worker.trained.trainer import Trainer
 from policy_worker.training.batches.cutting import MiniBatch, Rows, computed_rows
 from policy_worker.training.columns import FRESH, LEFT_OUT, OLD, REFERENCE
-from policy_worker.training.credit import Credit, Lesson
+from policy_worker.training.credit import Credit, StepInputs
 from policy_worker.training.metrics import Metrics, SampleCollector, StepMetrics, age_sums
 from policy_worker.training.passes import Passes
 from policy_worker.training.step_plan import Planner
@@ -40,11 +40,13 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class LessonProgress:
-    """A lesson while it is learnt. seen: recorded choices of experts, and those that the model would have made
-    otherwise, of the parts of all replicas where there are several."""
+class UpdateProgress:
+    """What has been gathered so far by the policy's optimizer steps of one training step.
 
-    lesson: Lesson
+    seen: recorded choices of experts, and those that the model would have made otherwise, of the parts of all
+    replicas where there are several."""
+
+    inputs: StepInputs
     samples: Mapping[int, TrainSample]
     metrics: StepMetrics
     kept: SampleCollector
@@ -54,7 +56,7 @@ class LessonProgress:
 class PartMetrics:
     """Metrics of a mini-batch's parts, which policy replicas exchange (`Notes`). All ranks call alike."""
 
-    def __init__(self, progress: LessonProgress, trainer: Trainer, prepare: Callable[[int], None]) -> None:
+    def __init__(self, progress: UpdateProgress, trainer: Trainer, prepare: Callable[[int], None]) -> None:
         """prepare: computes what the loss of a part needs and was not exchanged."""
         self._progress, self._trainer, self._prepare = progress, trainer, prepare
 
@@ -107,20 +109,20 @@ class PolicyUpdate:
         self.kept: list[TrainedSample] = []
         """Facts of samples of the last step that are shown; on rank 0."""
 
-    def learn(self, lesson: Lesson) -> Metrics:
+    def learn(self, inputs: StepInputs) -> Metrics:
         """Make the step's optimizer steps: none while the critic alone learns. A collective.
 
         Raises `BatchChanged`: see there; `NonFiniteGradientError`: see `Optimizer.step`."""
-        plan, credit, table, trainer = lesson.plan, lesson.credit, lesson.plan.table, self._trainer
+        plan, credit, table, trainer = inputs.plan, inputs.credit, inputs.plan.table, self._trainer
         warms_up = table.step < self._warmup
         updates = [] if warms_up else plan.updates(credit.tokens)
         computed = computed_rows(updates)
-        counted = lesson.own
+        counted = inputs.own
         ages = age_sums(table.step, (counted[row] for row in computed if row in counted), self._bound)
         metrics = StepMetrics(table, credit.advantages.by_sample, ages, self._bound, self._names)
         metrics.facts = self._planner.metrics(plan, updates, credit.tokens)
         kept = SampleCollector(table, self._groups_per_step, self._wanted, self._max_request_bytes)
-        progress = LessonProgress(lesson, lesson.samples, metrics, kept)
+        progress = UpdateProgress(inputs, inputs.samples, metrics, kept)
         for number, mini_batch in enumerate(updates):
             self._learn(progress, mini_batch, number == 0)
         if not warms_up:
@@ -131,10 +133,10 @@ class PolicyUpdate:
         self._keep(progress, range(table.n_samples) if warms_up else plan.idle)
         return {**metrics.reduce(trainer.group), "lr": 0.0 if warms_up else trainer.lr(table.step)}
 
-    def _learn(self, progress: LessonProgress, mini_batch: MiniBatch, first: bool) -> None:
+    def _learn(self, progress: UpdateProgress, mini_batch: MiniBatch, first: bool) -> None:
         """One optimizer step. first: of the training step."""
-        trainer, plan, tokens = self._trainer, progress.lesson.plan, progress.lesson.credit.tokens
-        columns = progress.lesson.scores.columns
+        trainer, plan, tokens = self._trainer, progress.inputs.plan, progress.inputs.credit.tokens
+        columns = progress.inputs.scores.columns
         norm = normalizers(plan.table, tokens, mini_batch.rows)
         loss_of = partial(self._loss_of, progress, norm, first)
 
@@ -148,7 +150,7 @@ class PolicyUpdate:
                 loss_of,
                 columns,
                 temperature=self._temperature,
-                head=progress.lesson.scores.head if self._loss.kl_type == "full" else None,
+                head=progress.inputs.scores.head if self._loss.kl_type == "full" else None,
                 more_of=self._teachers.more,
             )
 
@@ -160,10 +162,10 @@ class PolicyUpdate:
         progress.metrics.end_step(trainer.apply(plan.table.step), computed)
 
     def _loss_of(
-        self, progress: LessonProgress, norm: Normalizers, first: bool, batch: MicroBatch, out: TokenOutputs
+        self, progress: UpdateProgress, norm: Normalizers, first: bool, batch: MicroBatch, out: TokenOutputs
     ) -> Tensor:
         """A micro-batch's part of the loss. first: of the step's first optimizer step."""
-        facts = policy_tokens(out, batch, progress.lesson.plan.table, progress.lesson.credit, self._correction)
+        facts = policy_tokens(out, batch, progress.inputs.plan.table, progress.inputs.credit, self._correction)
         loss, parts = policy_objective(self._teachers.teach(facts, out, batch), norm, self._loss)
         progress.metrics.add(parts)
         progress.kept.add(batch, out.logprobs)
@@ -174,7 +176,7 @@ class PolicyUpdate:
             progress.metrics.add_mismatch(mismatch_sums(logprobs, made_by, ages, self._cap))
         return loss
 
-    def _rerouted(self, progress: LessonProgress) -> Metrics:
+    def _rerouted(self, progress: UpdateProgress) -> Metrics:
         """The share of recorded choices of experts that this model would have made otherwise; nothing where it
         computed none. A collective."""
         trainer = self._trainer
@@ -185,10 +187,10 @@ class PolicyUpdate:
             recorded, otherwise = trainer.group.all_reduce(trainer.model.routing_replay.take_seen(), "total")
         return {"routing/differs": otherwise / recorded} if recorded else {}
 
-    def _keep(self, progress: LessonProgress, uncomputed: Any) -> None:
+    def _keep(self, progress: UpdateProgress, uncomputed: Any) -> None:
         """Gather what is shown of samples. uncomputed: rows that have no log-probs."""
-        kept, group, table = progress.kept, self._trainer.group, progress.lesson.plan.table
-        self.kept = kept.gather(group, progress.lesson.credit.advantages.by_sample, uncomputed)
+        kept, group, table = progress.kept, self._trainer.group, progress.inputs.plan.table
+        self.kept = kept.gather(group, progress.inputs.credit.advantages.by_sample, uncomputed)
         if kept.cut and group.leads and not self._said_cut:
             self._said_cut = True
             log.warning(
