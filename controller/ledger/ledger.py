@@ -8,7 +8,7 @@
 
 Invariants, asserted by the simulation in the tests after every event:
 
-    1. A group is one position of one epoch, in exactly one state; states add up to the groups created.
+    1. A group is one position of one pass over the data, in exactly one state; states add up to the groups created.
     2. A position is created when it is first leased, in the order of the stream; below the frontier each is in
        the ledger, above it none. So every position is trained exactly once or dropped with a reason.
     3. Leased and ready groups are schedulable (see `controller.ledger.admission`): nothing is trained beyond the

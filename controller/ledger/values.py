@@ -1,4 +1,4 @@
-"""These values go into the ledger and comes out of it: parameters, decisions, changes."""
+"""Values that go into the ledger and come out of it: parameters, decisions, changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schema.wire.messages import ErrorCode
 
 @dataclass(frozen=True, slots=True)
 class LedgerParams:
-    """The ledger depends on these values of the config."""
+    """The values of the config that the ledger depends on."""
 
     groups_per_step: int
     n_samples: int

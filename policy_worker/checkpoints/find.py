@@ -97,7 +97,7 @@ def _pointer(directory: Path) -> str:
 
 
 def chain_of(newest: FoundCheckpoint, complete: Iterable[FoundCheckpoint]) -> list[FoundCheckpoint]:
-    """`newest`, then its ancestors among `found`, newest first."""
+    """`newest`, then its ancestors among `complete`, newest first."""
     older = [each for each in complete if each != newest and is_ancestor(each.manifest, newest.manifest)]
     return [newest, *sorted(older, key=lambda checkpoint: checkpoint.age, reverse=True)]
 

@@ -101,7 +101,7 @@ class Manifest(_Facts):
     step: int = Field(ge=0, description="Committed steps that the weights contain.")
     timeline: int
     lineage: list[tuple[int, int]]
-    epochs: int = Field(default=0, description="Epochs whose rows were all trained or dropped.")
+    epochs: int = Field(default=0, description="Passes over the data whose rows were all trained or dropped.")
     world: int = Field(ge=1, description="Ranks that wrote it.")
     written_at: float = Field(description="Unix time.")
     architecture: str = Field(description="Class of the transformers model.")
