@@ -19,7 +19,7 @@ Train a language model by asynchronous reinforcement learning, from one file.
 \b
 Begin
   cosmos-launch init                                      list the recipes to start from
-  cosmos-launch init addition-sft                         one that runs at once, without a GPU
+  cosmos-launch init addition-sft                         a recipe that runs as it is, without a GPU
   cosmos-launch init grpo -o run.toml                     a commented file that fits this machine
   cosmos-launch explain train.optm_lr                     what a key does; explain 'rollout.*_len*' finds keys
   cosmos-launch convert verl.yaml -o run.toml             a file of verl, ROLL or cosmos-rl, every key accounted for
@@ -64,7 +64,7 @@ Look and operate (from another terminal)
   cosmos-launch status --why                              what it waits for, what fails, what would help
   cosmos-launch samples --worst                           what the model writes, and what it is paid for it
   cosmos-launch plot outputs/a outputs/b -o ab.png        learning curves of one run or several
-  cosmos-launch dashboard                                 all of it in a browser; runs that are dead, and several, too
+  cosmos-launch dashboard                                 all of it in a browser, also of ended runs and of several
   cosmos-launch stop --wait 60                            end it in order, and wait for that
   cosmos-launch checkpoint --wait 60                      save a checkpoint now
   cosmos-launch profile --wait 600                        record a training step, to see where its time goes
@@ -72,7 +72,7 @@ Look and operate (from another terminal)
   cosmos-launch replay outputs/20260131120000             its recorded batches through the trainer alone
   cosmos-launch pause, cosmos-launch resume               hand out no more work; go on
   cosmos-launch drain rollout-1                           let a rollout replica finish and leave
-  cosmos-launch scale 4, cosmos-launch scale auto         so many rollout replicas by hand; as many as are needed
+  cosmos-launch scale 4, cosmos-launch scale auto         set the number of rollout replicas; choose it by the load
 
 \b
 One start makes <train.output_dir>/<timestamp>/ with logs/, weights/, checkpoints/, final/ (the trained
@@ -125,14 +125,14 @@ COMMANDS = frozenset(
 
 ConfigFiles = Annotated[
     list[Path] | None,
-    typer.Option("--config", "-c", metavar="FILE", help="The job, a TOML file; of several, later ones win."),
+    typer.Option("--config", "-c", metavar="FILE", help="TOML file of the job; later files take precedence."),
 ]
 Resumed = Annotated[
     str | None,
     typer.Option(
         "--resume",
         metavar="[RUN_DIR]",
-        help="Go on with a run; without a name the newest. Without --config: as it was started.",
+        help="Continue a run, the newest if none is named. Without --config: as it was started.",
     ),
 ]
 HeadOption = Annotated[
@@ -140,21 +140,25 @@ HeadOption = Annotated[
     typer.Option(
         "--head",
         metavar="ADDRESS[:PORT]",
-        help="Of several machines (placement.nodes) the one that leads: run the same command on each.",
+        help="The machine that leads where there are several (placement.nodes): run the same command on each.",
     ),
 ]
 NodeNumber = Annotated[
     int | None,
     typer.Option(
-        "--node", min=0, help="With --head: number of this machine, 0 leads. Unset: SLURM_NODEID, or by its address."
+        "--node",
+        min=0,
+        help="With --head: number of this machine; 0 leads. Unset: SLURM_NODEID, or found by its address.",
     ),
 ]
 NoRollouts = Annotated[
-    bool, typer.Option("--no-rollouts", help="Start no rollout replica: they come by `cosmos-launch join`.")
+    bool, typer.Option("--no-rollouts", help="Start no rollout replicas: they join by `cosmos-launch join`.")
 ]
 TargetName = Annotated[
     Literal["local", "slurm", "kubernetes"],
-    typer.Option("--target", help="Where to run it: from here, or as sbatch scripts or manifests that are written."),
+    typer.Option(
+        "--target", help="Where to run the job: on this machine, or by sbatch scripts or manifests to be written."
+    ),
 ]
 OutputDirectory = Annotated[
     Path | None,
@@ -162,18 +166,22 @@ OutputDirectory = Annotated[
         "--output",
         "-o",
         metavar="DIR",
-        help="With --target: where to. Unset: <train.output_dir>/slurm, or kubernetes/<name of the job>.",
+        help="With --target: folder for the files. Unset: <train.output_dir>/slurm, or kubernetes/<name of the job>.",
     ),
 ]
 SbatchOptions = Annotated[
     list[str] | None,
     typer.Option(
-        "--sbatch", metavar="OPTION", help="With --target slurm: for all scripts: --sbatch=--partition=gpu."
+        "--sbatch",
+        metavar="OPTION",
+        help="With --target slurm: option of sbatch for all scripts, such as --sbatch=--partition=gpu.",
     ),
 ]
 RolloutArray = Annotated[
     bool,
-    typer.Option("--rollout-array", help="With --target slurm: rollout replicas as an array of jobs of their own."),
+    typer.Option(
+        "--rollout-array", help="With --target slurm: run the rollout replicas as a job array of their own."
+    ),
 ]
 Apply = Annotated[bool, typer.Option("--apply", help="With --target: submit or apply what was written.")]
 DryRun = Annotated[

@@ -30,20 +30,22 @@ LONGEST_NUMBER = 9
 """Digits."""
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
-Wait = Annotated[float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="Wait that long for it to be done.")]
+Wait = Annotated[
+    float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="Wait up to this long until it is done.")
+]
 OneTarget = Annotated[str | None, typer.Argument(metavar="RUN_DIR|CONFIG|URL", help="The job. Default: ./outputs.")]
 
 
 def status(
     targets: Targets = None,
     set_: Overrides = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again until the job has ended.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the job has ended.")] = False,
     why: Annotated[
         bool, typer.Option("--why", help="Also what it waits for, what fails and why, what would help.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a job stands, alive or dead: phase, what died, restarts, newest checkpoint, what to do next.
+    """Show the state of a running or ended job: phase, what died, restarts, newest checkpoint, what to do next.
 
     \b
     Exit codes: 0 it runs, or has ended as it was asked to (finished, stopped); 1 it failed or was killed,
@@ -85,7 +87,7 @@ def stop(
     targets: Targets = None,
     set_: Overrides = None,
     now: Annotated[
-        bool, typer.Option("--now", help="Kill all its processes; only what was saved before is kept.")
+        bool, typer.Option("--now", help="Kill all processes of the job; only what was saved before is kept.")
     ] = False,
     wait: Wait = 0.0,
     as_json: AsJson = False,
@@ -292,7 +294,10 @@ def drain(
 
 def scale(
     replicas: Annotated[
-        str, typer.Argument(metavar="N|auto", help="So many; auto: as many as are needed, from now on again.")
+        str,
+        typer.Argument(
+            metavar="N|auto", help="The number of replicas; auto: as many as the load needs, from now on."
+        ),
     ],
     target: OneTarget = None,
     as_json: AsJson = False,

@@ -30,12 +30,12 @@ def samples(
     best: Annotated[bool, typer.Option("--best", help="Those with the highest scores.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest scores.")] = False,
     errors: Annotated[bool, typer.Option("--errors", help="Those whose rewards failed, newest first.")] = False,
-    validation: Annotated[bool, typer.Option("--validation", help="Of validations alone.")] = False,
+    validation: Annotated[bool, typer.Option("--validation", help="Only those of validations.")] = False,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=1000, help="How many.")] = 4,
-    full: Annotated[bool, typer.Option("--full", help="Long texts and tracebacks whole.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Do not cut long texts and tracebacks.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show samples of a job, alive or dead: prompt, answer, rewards, score, advantage, versions, errors.
+    """Show samples of a running or ended job: prompt, answer, rewards, score, advantage, versions, errors.
 
     Kept are those of logging.sample_groups groups of each step, all of validations, and all that failed; they are
     the lines of samples/*.jsonl in the run directory. Exit code 1: there is no such sample.
