@@ -198,7 +198,7 @@ class Peers(Membership):
         return ExchangeWatch(self._is_over, self._patience)
 
     def _is_over(self) -> str:
-        """Why waiting is to end, as far as this rank has been told; "" while it is not."""
+        """Why waiting is to end, as far as this rank can see; "" while it is not."""
         session = self._session
         newer = session is not None and session.members_epoch > self._order.epoch
         return "another membership epoch has begun" if newer else ""

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class UpdateProgress:
-    """What has been gathered so far by the policy's optimizer steps of one training step.
+    """The state of the policy's optimizer steps within one training step.
 
     seen: recorded choices of experts, and those that the model would have made otherwise, of the parts of all
     replicas where there are several."""
