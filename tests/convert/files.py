@@ -1,4 +1,4 @@
-"""The complete ROLL files of these tests, and small ones made for one question."""
+"""The complete files of these tests, and small ones made for one question."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from convert.engine.model import Conversion
 
 HERE = Path(__file__).parent / "examples"
 ROOT = Path(__file__).parents[2]
+VERL = sorted(HERE.glob("verl_*.yaml"))
 ROLL = sorted(HERE.glob("roll_*.yaml"))
 COSMOS = sorted(HERE.glob("cosmos_*.toml"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,6 @@ from convert.engine.model import Result
 from convert.engine.registry import readers
 from convert.engine.rules import ABSENT, ConversionContext, KeyPath, Rule
 from convert.engine.table import Table, TableError
-from convert.verl.facts import KEYS
-from convert.verl.unsupported import LISTED
 
 
 def _twice(context: ConversionContext, leaf: KeyPath) -> Result:
@@ -86,21 +85,31 @@ def test_an_error_names_file_and_line(tmp_path: Path, row: str, message: str) ->
         table(tmp_path, f"\n# a word\n== part\n[a]\n{row}\n").rules("part")
 
 
-def test_every_row_becomes_a_rule_and_every_function_of_a_row_is_used() -> None:
+OWNERS = {
+    "convert.verl": ("facts", "actor algorithm data mesh optim rollout shared trainer"),
+    "convert.roll": ("converters", "actor_infer algorithm converters pipeline reader rewards training"),
+    "convert.cosmos": ("rules", "rules"),
+}
+"""Of each system the module of its table, and those of the functions of its keys."""
+HELPERS = {"_contents", "_oversampled", "_profiles", "_samples", "_worker", "named_devices", "truncated"}
+"""Functions of a key that other functions call."""
+
+
+@pytest.mark.parametrize("package", OWNERS)
+def test_every_row_becomes_a_rule_and_every_function_of_a_row_is_used(package: str) -> None:
     for reader in readers():
         for kind in reader.kinds:
             assert reader.rules(kind)
-    for listed in (KEYS, LISTED):
-        assert listed.parts.keys() <= listed.used, "a part that nothing includes"
-        assert listed.constants.keys() <= listed.used | KEYS.used, "a text that no row has"
-    from convert.verl import actor, algorithm, data, mesh, optim, rollout, shared, trainer
-
-    for owner in (actor, algorithm, data, mesh, mesh.Mesh, optim.Optim, rollout, shared, shared.Model, trainer):
+    of_keys, names = OWNERS[package]
+    keys, closed = (import_module(f"{package}.{name}") for name in (of_keys, "unsupported"))
+    used = keys.KEYS.used
+    assert keys.KEYS.parts.keys() - {"prose"} <= used, "a part that nothing includes"
+    assert closed.LISTED.parts.keys() <= closed.LISTED.used, "a part that nothing includes"
+    assert closed.LISTED.constants.keys() <= closed.LISTED.used | used, "a text that no row has"
+    modules = [import_module(f"{package}.{name}") for name in names.split()]
+    classes = [one for module in modules for one in vars(module).values() if isinstance(one, type)]
+    for owner in (*modules, *classes):
         for name, function in vars(owner).items():
             arguments = getattr(getattr(function, "__code__", None), "co_varnames", ())
             if {"context", "leaf"} <= set(arguments[:3]) and function.__code__.co_argcount < 4:
-                assert {name, name.lstrip("_")} & KEYS.used or name in HELPERS, f"{owner.__name__}.{name}"
-
-
-HELPERS = {"_contents", "_profiles", "_samples", "truncated"}
-"""Functions of a key that other functions call."""
+                assert {name, name.lstrip("_")} & (used | HELPERS), f"{owner}: {name}"

@@ -46,22 +46,6 @@ def test_estimators(changes: dict[str, Any], estimator: str, unbiased: bool | No
 
 
 @pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"adv_estimator": "reinforce", "norm_mean_type": "running"}, "norm_mean_type"),
-        ({"adv_estimator": "gae", "reward_norm": "batch"}, "reward_norm"),
-        ({"adv_estimator": "gigpo"}, "adv_estimator"),
-        ({"adv_estimator": "grpo", "reward_clip": 5, "add_token_level_kl": True}, "reward_clip"),
-        ({"adv_estimator": "grpo", "mask_type": "all"}, "mask_type"),
-    ],
-)
-def test_what_no_estimator_does_is_said(changes: dict[str, Any], key: str) -> None:
-    found = roll_with(changes)
-    assert found.entry(key).outcome is Outcome.UNSUPPORTED
-    assert found.unsupported[key] == changes[key]
-
-
-@pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, {"whiten_advantages": False}),
@@ -95,10 +79,6 @@ def test_what_no_estimator_alone_does_is_shaping_and_whitening(
     assert {key: policy[key] for key in keys if key in policy} == expected
 
 
-def test_an_unknown_estimator_is_unsupported() -> None:
-    assert roll_with({"adv_estimator": "grpoo"}).unsupported == {"adv_estimator": "grpoo"}
-
-
 def test_kl_in_the_reward_needs_its_switch() -> None:
     keys = {"init_kl_coef": 0.05, "kl_penalty": "mse", "target_kl": 0.2, "kl_horizon": 500}
     off = roll_with(keys)
@@ -107,53 +87,6 @@ def test_kl_in_the_reward_needs_its_switch() -> None:
     on = _policy({**keys, "add_token_level_kl": True})["kl_in_reward"]
     assert on == {"beta": 0.05, "type": "k2", "controller": "adaptive", "target": 0.2, "horizon": 500}
     assert _policy({"add_token_level_kl": True})["kl_in_reward"]["beta"] == 0.2
-
-
-def test_kl_in_the_loss_needs_its_switch() -> None:
-    assert "kl_beta" not in _policy({"kl_loss_coef": 0.01})
-    assert _policy({"kl_loss_coef": 0.01, "use_kl_loss": True})["kl_beta"] == 0.01
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, (0.2, 0.2)),
-        ({"pg_clip": 0.1}, (0.1, 0.1)),
-        ({"pg_clip": 0.1, "use_pg_clip_range": True, "pg_clip_high": 0.28}, (0.2, 0.28)),
-        ({"pg_clip_high": 0.28}, (0.2, 0.2)),
-    ],
-)
-def test_clips(changes: dict[str, Any], expected: tuple[float, float]) -> None:
-    policy = _policy(changes)
-    assert (policy.get("epsilon_low", 0.2), policy.get("epsilon_high", 0.2)) == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"dual_clip_loss": True}, 1.4),
-        ({"dual_clip_loss": True, "pg_clip": 0.1}, 1.2),
-        ({"dual_clip_loss": False}, 1e9),
-        ({}, 1e9),
-        ({"importance_sampling": "seq"}, None),
-        ({"use_policy_loss_type": "PG"}, None),
-    ],
-)
-def test_dual_clip(changes: dict[str, Any], expected: float | None) -> None:
-    assert _policy(changes).get("lower_bound_ratio") == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "variant"),
-    [({}, "grpo"), ({"importance_sampling": "seq"}, "gspo"), ({"use_policy_loss_type": "PG"}, "reinforce")],
-)
-def test_variants(changes: dict[str, Any], variant: str) -> None:
-    assert _policy(changes).get("variant", "grpo") == variant
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_aggregation(mode: str) -> None:
-    assert _policy({"loss_agg_mode": mode})["loss_type"] == mode
 
 
 def test_aggregation_by_the_longest_answer() -> None:
@@ -235,14 +168,6 @@ def test_masks_of_samples(keys: dict[str, Any], masks: dict[str, Any] | None) ->
     assert not found.of(Outcome.UNKNOWN)
     warned = any("error_max_len_clip" in warning for warning in found.warnings)
     assert warned == ("failed_from_tokens" in (masks or {}))
-
-
-def test_domain_shares() -> None:
-    prefix = "actor_train.data_args.domain_interleave_probs"
-    found = roll_with({f"{prefix}.math": 0.75, f"{prefix}.code": 0.25})
-    assert value_of(found, f"{_POLICY}.domain_shares") == {"math": 0.75, "code": 0.25}
-    assert value_of(found, f"{_POLICY}.domain_column_name") == "tag"
-    assert "domain_shares" not in _policy({f"{prefix}.math": 1.0})
 
 
 def test_the_experts_of_the_engine_are_replayed() -> None:

@@ -1,4 +1,4 @@
-"""ROLL's batches, meshes and devices, each by hand from its configuration guide's formulas."""
+"""What ROLL's keys come to: batches, meshes and devices by hand from its guide's formulas, and other values."""
 
 from __future__ import annotations
 
@@ -7,18 +7,36 @@ from typing import Any
 import pytest
 
 from convert.engine.model import Outcome
-from tests.convert.files import ABSENT, roll_with, value_of
+from tests.convert.files import ABSENT, roll_with, value_of, values_of
 from tests.schema.config_samples import refused
 
 _TRAINING = "actor_train.training_args"
 _CONFIG = "actor_train.strategy_args.strategy_config"
-_PER_OPTIMIZE = "train.train_policy.batch_size_per_optimize"
+_ENGINE = "actor_infer.strategy_args.strategy_config"
+_STRATEGY = "actor_train.strategy_args.strategy_name"
+_ULYSSES, _MAPPING = "actor_train.model_args.ulysses_size", "actor_infer.device_mapping"
+_BATCH, _SAMPLES = "train.train_batch_per_replica", "rollout.n_generation"
+_POLICY, _MESH, _ENGINES = "train.train_policy", "policy.parallelism", "rollout.parallelism"
+_PER_OPTIMIZE = f"{_POLICY}.batch_size_per_optimize"
+_LONGEST = ("rollout.max_response_length", "policy.model_max_length")
 
 
 def _megatron(**sizes: int) -> dict[str, Any]:
     names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model"}
     keys = {f"{_CONFIG}.{names[name]}_parallel_size": size for name, size in sizes.items()}
-    return {"actor_train.strategy_args.strategy_name": "megatron_train", **keys}
+    return {_STRATEGY: "megatron_train", **keys}
+
+
+def _training(**keys: Any) -> dict[str, Any]:
+    return {f"{_TRAINING}.{key}": value for key, value in keys.items()}
+
+
+def _engine(**keys: Any) -> dict[str, Any]:
+    return {f"{_ENGINE}.{key}": value for key, value in keys.items()}
+
+
+def _devices(train: str, infer: str, **more: Any) -> dict[str, Any]:
+    return {"actor_train.device_mapping": train, _MAPPING: infer, **more}
 
 
 @pytest.mark.parametrize(
@@ -27,37 +45,196 @@ def _megatron(**sizes: int) -> dict[str, Any]:
         # 1 · 32 · 16 = 512 = 64 · 8: the page's own numbers, one optimizer step
         ({}, None),
         # 2 · 4 · 16 = 128 of 512: four optimizer steps
-        ({f"{_TRAINING}.per_device_train_batch_size": 2, f"{_TRAINING}.gradient_accumulation_steps": 4}, 128),
+        (_training(per_device_train_batch_size=2, gradient_accumulation_steps=4), 128),
         # ulysses divides: 1 · 32 · 16 / 4 = 128
-        ({"actor_train.model_args.ulysses_size": 4}, 128),
+        ({_ULYSSES: 4}, 128),
         # megatron: 1 · 32 · 16 / (2 · 2 · 2) = 64
         (_megatron(tp=2, pp=2, cp=2), 64),
         # experts divide nothing: 1 · 32 · 16 / 2 = 256
         (_megatron(tp=2, ep=4), 256),
         # tp · pp · cp = 4, 128 accumulations: 1 · 128 · 16 / 4 = 512, one optimizer step
-        ({**_megatron(tp=2, pp=2), f"{_TRAINING}.gradient_accumulation_steps": 128}, None),
+        ({**_megatron(tp=2, pp=2), **_training(gradient_accumulation_steps=128)}, None),
         # ROLL's defaults, 8 · 1 · 16 = 128
-        (
-            {f"{_TRAINING}.per_device_train_batch_size": ABSENT, f"{_TRAINING}.gradient_accumulation_steps": ABSENT},
-            128,
-        ),
+        (_training(per_device_train_batch_size=ABSENT, gradient_accumulation_steps=ABSENT), 128),
         # DeepSpeed counts like FSDP2
-        (
-            {
-                "actor_train.strategy_args.strategy_name": "deepspeed_train",
-                f"{_TRAINING}.gradient_accumulation_steps": 8,
-            },
-            128,
-        ),
+        ({_STRATEGY: "deepspeed_train", **_training(gradient_accumulation_steps=8)}, 128),
     ],
 )
 def test_global_batch(changes: dict[str, Any], batch: int | None) -> None:
     found = roll_with(changes)
-    assert value_of(found, "train.train_batch_per_replica") == 64 * 8
-    assert value_of(found, "rollout.n_generation") == 8
-    assert value_of(found, _PER_OPTIMIZE) == batch
+    assert values_of(found, (_BATCH, _SAMPLES, _PER_OPTIMIZE)) == {
+        _BATCH: 64 * 8, _SAMPLES: 8, _PER_OPTIMIZE: batch
+    }  # fmt: skip
     assert not found.of(Outcome.UNKNOWN)
     assert not found.warnings
+
+
+_SHARDS = {(0, 1): (16, 1), (1, 1): (16, 1), (16, 1): (16, 1), (64, 1): (16, 1), (4, 1): (4, 4), (8, 2): (4, 2)}
+_SHARDS[1, 4] = (4, 1)
+"""Sizes of FSDP and Ulysses over 16 ranks -> shards and their copies."""
+_SIZES = ("tp_size", "pp_size", "cp_size", "ep_size", "dp_shard_size")
+_REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.01}
+_ARGUMENTS = {
+    "seed": ("rollout.seed", 3),
+    "trust_remote_code": ("policy.trust_remote_code", True),
+    "tokenizer": ("policy.tokenizer_name_or_path", "org/tokens"),
+    "revision": ("policy.model_revision", "main"),
+    "quantization": ("rollout.quantization", "fp8"),
+    "max_num_seqs": ("rollout.max_num_seqs", 64),
+    "max_num_batched_tokens": ("rollout.max_num_batched_tokens", 4096),
+    "enforce_eager": ("rollout.enforce_eager", False),
+    "enable_chunked_prefill": ("rollout.enable_chunked_prefill", True),
+    "block_size": ("rollout.block_size", 32),
+}
+_DOMAINS = "actor_train.data_args.domain_interleave_probs"
+FACTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # agents count trajectories
+    (
+        {"num_return_sequences_in_group": ABSENT, "rollout_batch_size": 128, "train_env_manager.group_size": 8}
+        | _training(gradient_accumulation_steps=4),
+        {_BATCH: 128, _SAMPLES: 8, _PER_OPTIMIZE: 64},
+    ),
+    # meshes
+    *(
+        (
+            {f"{_CONFIG}.fsdp_size": size, _ULYSSES: ulysses},
+            {f"{_MESH}.dp_shard_size": shards, f"{_MESH}.dp_replicate_size": copies, f"{_MESH}.tp_size": 1},
+        )
+        for (size, ulysses), (shards, copies) in _SHARDS.items()
+    ),
+    (_megatron(tp=2, pp=2, cp=2, ep=2), {_MESH: dict.fromkeys(_SIZES, 2) | {"pp_micro_batch_size": 1}}),
+    # a pipeline takes its pieces together; 6 pieces are no multiple of 4 stages
+    (_megatron(pp=4), {f"{_POLICY}.mini_batch": 32}),
+    (
+        {**_megatron(pp=4), **_training(per_device_train_batch_size=2, gradient_accumulation_steps=6)},
+        {f"{_POLICY}.mini_batch": 8},
+    ),
+    # engines are cut by their size; GPUs of a worker are the size where the engine is silent
+    (
+        _engine(tensor_parallel_size=4),
+        {f"{_ENGINES}.tp_size": 4, "placement.rollout": [[16, 17, 18, 19], [20, 21, 22, 23]]},
+    ),
+    ({"actor_infer.num_gpus_per_worker": 2}, {f"{_ENGINES}.tp_size": 2, f"{_ENGINES}.n_init_replicas": 4}),
+    (
+        {"actor_infer.num_gpus_per_worker": 4, **_engine(pipeline_parallel_size=2)},
+        {_ENGINES: {"n_init_replicas": 2, "tp_size": 2, "pp_size": 2}},
+    ),
+    # devices that are apart, machines that follow from them; device 1 of three is left alone
+    ({}, {"placement.share": None, "placement.nodes": 3}),
+    ({}, {"placement.policy": [*range(16)], "placement.rollout": [*range(16, 24)]}),
+    (
+        {"num_gpus_per_node": 16, _MAPPING: "list(range(16,32))"},
+        {"placement.gpus_per_node": 16, "placement.nodes": 2},
+    ),
+    (_devices("[0]", "[2]"), {"placement.gpus_per_node": None}),
+    (_devices("[0]", "[1]", num_gpus_per_node=2), {"placement.gpus_per_node": 2}),
+    # counted, not listed: a mistyped number would fill the memory
+    (_devices("[0]", "[1]", num_gpus_per_node=10**12), {"placement.gpus_per_node": None}),
+    (
+        {**_REFERENCE, "reference.device_mapping": "[24, 25]"},
+        {"placement.reference": [24, 25], "reference.parallelism": {"tp_size": 1, "dp_shard_size": 2}},
+    ),
+    ({**_REFERENCE, "reference.device_mapping": "list(range(0,16))"}, {"placement.reference": None}),
+    ({"reference.device_mapping": "[24, 25]"}, {"placement.reference": None}),
+    # warm-up counts training steps: 512 / 128 = 4 optimizer steps, twice: 8 in each
+    (_training(gradient_accumulation_steps=8, warmup_steps=42) | {"ppo_epochs": 2}, {"train.optm_warmup_steps": 6}),
+    (_training(warmup_ratio=0.1), {"train.optm_warmup_steps": 0.1}),
+    (
+        _training(lr_scheduler_type="inverse_sqrt", optim="adamw_bnb_8bit"),
+        {"train.optm_decay_type": "inverse_sqrt", "train.optm_decay_ratio": None, "train.optm_name": "AdamW8bit"},
+    ),
+    (
+        _training(warmup_steps=20, lr_scheduler_type="cosine") | {"max_steps": 200},
+        {"train.optm_decay_type": "cosine", "train.optm_decay_ratio": 0.9},
+    ),
+    (_training(lr_scheduler_type="constant"), {"train.optm_decay_type": "none", "train.optm_decay_ratio": None}),
+    # the length of the run
+    *(
+        ({"max_steps": n, **_training(num_train_epochs=epochs)}, {"train.max_num_steps": most, "train.epoch": ours})
+        for n, epochs, most, ours in ((300, 9, 300, 300), (-1, 9, None, 9), (-1, 2.5, None, 3))
+    ),
+    # the asynchronous ratio is a bound, and prompts beyond a batch a factor
+    *(
+        ({"async_generation_ratio": ratio}, {f"{_POLICY}.allowed_outdated_steps": bound})
+        for ratio, bound in ((0, 0), (1, 1), (1.5, 2), (0.25, 1))
+    ),
+    ({"is_use_additional_prompts": True, "max_additional_running_prompts": 16}, {"controller.oversample": 1.25}),
+    ({"max_additional_running_prompts": 16}, {"controller.oversample": None}),
+    # types, kernels and lengths
+    (
+        {"actor_train.model_args.attn_implementation": "fa3", "actor_train.model_args.dtype": "fp16"},
+        {"train.fa_version": 3, "train.param_dtype": "float16", "train.master_dtype": None},
+    ),
+    ({"response_length": 4096}, dict(zip(_LONGEST, (4096, 5120), strict=True))),
+    ({"prompt_length": ABSENT, "response_length": 100}, dict(zip(_LONGEST, (100, 1124), strict=True))),
+    ({"response_length": ABSENT, "sequence_length": 3000}, dict(zip(_LONGEST, (1976, 3000), strict=True))),
+    ({"sequence_length": 3000}, dict(zip(_LONGEST, (1976, 3000), strict=True))),
+    # arguments of the engine pass through, or go to a key of ours
+    (
+        {f"{_ENGINE}.swap_space": 4, f"{_ENGINE}.compilation_config.level": 3},
+        {"rollout.engine_kwargs": {"swap_space": 4, "compilation_config": {"level": 3}}},
+    ),
+    (
+        _engine(**{name: value for name, (_, value) in _ARGUMENTS.items()}),
+        dict(_ARGUMENTS.values()) | {"rollout.engine_kwargs": None},
+    ),
+    (_engine(enable_expert_parallel=True, tensor_parallel_size=4), {f"{_ENGINES}.ep_size": 4}),
+    (
+        _engine(enable_expert_parallel=True, tensor_parallel_size=2, data_parallel_size=2),
+        {f"{_ENGINES}.ep_size": 4, f"{_ENGINES}.dp_shard_size": 2},
+    ),
+    # clips of the ratio
+    ({}, {f"{_POLICY}.epsilon_low": None, f"{_POLICY}.epsilon_high": None, f"{_POLICY}.lower_bound_ratio": 1e9}),
+    ({"pg_clip": 0.1}, {f"{_POLICY}.epsilon_low": 0.1, f"{_POLICY}.epsilon_high": 0.1}),
+    (
+        {"pg_clip": 0.1, "use_pg_clip_range": True, "pg_clip_high": 0.28},
+        {f"{_POLICY}.epsilon_low": None, f"{_POLICY}.epsilon_high": 0.28},
+    ),
+    ({"pg_clip_high": 0.28}, {f"{_POLICY}.epsilon_low": None, f"{_POLICY}.epsilon_high": None}),
+    ({"dual_clip_loss": True}, {f"{_POLICY}.lower_bound_ratio": 1.4}),
+    ({"dual_clip_loss": True, "pg_clip": 0.1}, {f"{_POLICY}.lower_bound_ratio": 1.2}),
+    ({"dual_clip_loss": False}, {f"{_POLICY}.lower_bound_ratio": 1e9}),
+    # losses and their averages
+    ({"importance_sampling": "seq"}, {f"{_POLICY}.variant": "gspo", f"{_POLICY}.lower_bound_ratio": None}),
+    ({"use_policy_loss_type": "PG"}, {f"{_POLICY}.variant": "reinforce", f"{_POLICY}.lower_bound_ratio": None}),
+    *(
+        ({"loss_agg_mode": mode}, {f"{_POLICY}.loss_type": mode})
+        for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+    ),
+    ({"kl_loss_coef": 0.01}, {f"{_POLICY}.kl_beta": None}),
+    ({"kl_loss_coef": 0.01, "use_kl_loss": True}, {f"{_POLICY}.kl_beta": 0.01}),
+    # shares of domains
+    (
+        {f"{_DOMAINS}.math": 0.75, f"{_DOMAINS}.code": 0.25},
+        {f"{_POLICY}.domain_shares": {"math": 0.75, "code": 0.25}, f"{_POLICY}.domain_column_name": "tag"},
+    ),
+    ({f"{_DOMAINS}.math": 1.0}, {f"{_POLICY}.domain_shares": None}),
+]
+"""Changes of a small file, and what our keys hold then."""
+
+
+@pytest.mark.parametrize(("changes", "expected"), FACTS)
+def test_a_file_comes_to_these_values(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert values_of(roll_with(changes), expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "outcome", "words"),
+    [
+        (
+            {**_megatron(tp=8, pp=2), **_training(gradient_accumulation_steps=0)},
+            f"{_TRAINING}.gradient_accumulation_steps", Outcome.UNSUPPORTED, "not a whole number of samples",
+        ),
+        ({f"{_CONFIG}.fsdp_size": 3}, f"{_CONFIG}.fsdp_size", Outcome.UNKNOWN, ""),
+        ({f"{_CONFIG}.fsdp_size": 5}, f"{_CONFIG}.fsdp_size", Outcome.UNKNOWN, ""),
+        (_megatron(tp=3), "actor_train.device_mapping", Outcome.UNKNOWN, "does not divide"),
+        ({"actor_infer.num_gpus_per_worker": 3}, _MAPPING, Outcome.UNKNOWN, ""),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_not_understood(changes: dict[str, Any], key: str, outcome: Outcome, words: str) -> None:
+    entry = roll_with(changes).entry(key)
+    assert entry.outcome is outcome
+    assert words in entry.note
 
 
 def test_global_batch_beyond_the_rollout_says_what_would_fit() -> None:
@@ -74,87 +251,7 @@ def test_global_batch_that_does_not_divide_is_said() -> None:
     assert "does not divide the 512 samples" in found.warnings[0]
 
 
-def test_global_batch_that_is_no_number_is_not_understood() -> None:
-    found = roll_with({**_megatron(tp=8, pp=2), f"{_TRAINING}.gradient_accumulation_steps": 0})
-    entry = found.entry(f"{_TRAINING}.gradient_accumulation_steps")
-    assert entry.outcome is Outcome.UNSUPPORTED
-    assert "not a whole number of samples" in entry.note
-
-
-def test_agents_count_trajectories() -> None:
-    changes = {
-        "num_return_sequences_in_group": ABSENT,
-        "rollout_batch_size": 128,
-        "train_env_manager.group_size": 8,
-        f"{_TRAINING}.gradient_accumulation_steps": 4,
-    }
-    found = roll_with(changes)
-    assert value_of(found, "train.train_batch_per_replica") == 128
-    assert value_of(found, "rollout.n_generation") == 8
-    assert value_of(found, _PER_OPTIMIZE) == 64
-
-
-@pytest.mark.parametrize(
-    ("size", "ulysses", "shard", "replicate"),
-    [(0, 1, 16, 1), (1, 1, 16, 1), (16, 1, 16, 1), (64, 1, 16, 1), (4, 1, 4, 4), (8, 2, 4, 2), (1, 4, 4, 1)],
-)
-def test_fsdp_size_by_rolls_rule(size: int, ulysses: int, shard: int, replicate: int) -> None:
-    found = roll_with({f"{_CONFIG}.fsdp_size": size, "actor_train.model_args.ulysses_size": ulysses})
-    mesh = value_of(found, "policy.parallelism")
-    assert (mesh["dp_shard_size"], mesh["dp_replicate_size"]) == (shard, replicate)
-    assert mesh["tp_size"] == 1
-    assert mesh["dp_shard_size"] * mesh["dp_replicate_size"] * ulysses == 16
-
-
-@pytest.mark.parametrize("size", [3, 5])
-def test_fsdp_size_that_does_not_fit(size: int) -> None:
-    found = roll_with({f"{_CONFIG}.fsdp_size": size})
-    assert found.entry(f"{_CONFIG}.fsdp_size").outcome is Outcome.UNKNOWN
-
-
-def test_megatron_mesh() -> None:
-    found = roll_with(_megatron(tp=2, pp=2, cp=2, ep=2))
-    mesh = value_of(found, "policy.parallelism")
-    sizes = {"tp_size": 2, "pp_size": 2, "cp_size": 2, "ep_size": 2, "dp_shard_size": 2}
-    assert mesh == {**sizes, "pp_micro_batch_size": 1}
-
-
-def test_a_pipeline_takes_its_pieces_together() -> None:
-    found = roll_with(_megatron(pp=4))
-    assert value_of(found, "train.train_policy.mini_batch") == 32
-    per_device = f"{_TRAINING}.per_device_train_batch_size"
-    found = roll_with({**_megatron(pp=4), per_device: 2, f"{_TRAINING}.gradient_accumulation_steps": 6})
-    assert value_of(found, "train.train_policy.mini_batch") == 8  # 6 pieces are no multiple of 4 stages
-
-
-def test_megatron_mesh_that_does_not_fit() -> None:
-    found = roll_with(_megatron(tp=3))
-    entry = found.entry("actor_train.device_mapping")
-    assert entry.outcome is Outcome.UNKNOWN
-    assert "does not divide" in entry.note
-
-
 # --- devices ------------------------------------------------------------------------------------------------
-
-
-def test_engines_are_cut_by_their_size() -> None:
-    found = roll_with({"actor_infer.strategy_args.strategy_config.tensor_parallel_size": 4})
-    assert value_of(found, "placement.rollout") == [[16, 17, 18, 19], [20, 21, 22, 23]]
-    assert value_of(found, "rollout.parallelism") == {"n_init_replicas": 2, "tp_size": 4, "pp_size": 1}
-
-
-def test_gpus_per_worker_is_the_size_where_the_engine_is_silent() -> None:
-    found = roll_with({"actor_infer.num_gpus_per_worker": 2})
-    assert value_of(found, "rollout.parallelism.tp_size") == 2
-    assert value_of(found, "rollout.parallelism.n_init_replicas") == 4
-    pipeline = {"actor_infer.strategy_args.strategy_config.pipeline_parallel_size": 2}
-    found = roll_with({"actor_infer.num_gpus_per_worker": 4, **pipeline})
-    assert value_of(found, "rollout.parallelism") == {"n_init_replicas": 2, "tp_size": 2, "pp_size": 2}
-
-
-def test_engines_that_do_not_fit_their_devices() -> None:
-    found = roll_with({"actor_infer.num_gpus_per_worker": 3})
-    assert found.entry("actor_infer.device_mapping").outcome is Outcome.UNKNOWN
 
 
 @pytest.mark.parametrize("infer", ["list(range(0,16))", "list(range(0,12))", "[15] + list(range(16,23))"])
@@ -166,39 +263,6 @@ def test_overlapping_devices_are_shared_in_turns(infer: str) -> None:
     assert value_of(found, "placement.policy") == list(range(16))
 
 
-def test_separate_devices_are_not_shared() -> None:
-    found = roll_with()
-    assert value_of(found, "placement.share") is None
-    assert value_of(found, "placement.policy") == list(range(16))
-    assert value_of(found, "placement.rollout") == list(range(16, 24))
-    assert value_of(found, "placement.nodes") == 3
-
-
-def test_machines_follow_from_the_devices() -> None:
-    found = roll_with({"num_gpus_per_node": 16, "actor_infer.device_mapping": "list(range(16,32))"})
-    assert (value_of(found, "placement.gpus_per_node"), value_of(found, "placement.nodes")) == (16, 2)
-    found = roll_with({"actor_train.device_mapping": "[0]", "actor_infer.device_mapping": "[2]"})
-    assert value_of(found, "placement.gpus_per_node") is None  # device 1 is left alone
-    found = roll_with(
-        {"actor_train.device_mapping": "[0]", "actor_infer.device_mapping": "[1]", "num_gpus_per_node": 2}
-    )
-    assert value_of(found, "placement.gpus_per_node") == 2
-    found = roll_with(  # counted, not listed: a mistyped number would fill the memory
-        {"actor_train.device_mapping": "[0]", "actor_infer.device_mapping": "[1]", "num_gpus_per_node": 10**12}
-    )
-    assert value_of(found, "placement.gpus_per_node") is None
-
-
-def test_reference_has_its_own_devices() -> None:
-    found = roll_with({"use_kl_loss": True, "kl_loss_coef": 0.01, "reference.device_mapping": "[24, 25]"})
-    assert value_of(found, "placement.reference") == [24, 25]
-    assert value_of(found, "reference.parallelism") == {"tp_size": 1, "dp_shard_size": 2}
-    same = roll_with({"use_kl_loss": True, "kl_loss_coef": 0.01, "reference.device_mapping": "list(range(0,16))"})
-    assert same.entry("reference.device_mapping").outcome is Outcome.IMPLICIT
-    unused = roll_with({"reference.device_mapping": "[24, 25]"})
-    assert value_of(unused, "placement.reference") is None
-
-
 @pytest.mark.parametrize("role", ["actor_train", "actor_infer", "rewards.math_rule"])
 @pytest.mark.parametrize(
     "text", ["__import__('os').system('true')", "list(range(0,10**9))", "list(range(8,0,-1))", "[0, 0]", "8"]
@@ -208,46 +272,6 @@ def test_hostile_mappings_are_errors_with_a_line(role: str, text: str) -> None:
     assert problem.key == f"{role}.device_mapping"
     assert problem.line is not None
     assert problem.value in (text, 8)
-
-
-def test_warm_up_counts_training_steps() -> None:
-    changes = {f"{_TRAINING}.gradient_accumulation_steps": 8, f"{_TRAINING}.warmup_steps": 42, "ppo_epochs": 2}
-    found = roll_with(changes)  # 512 / 128 = 4 optimizer steps, twice: 8 in each training step
-    assert value_of(found, "train.optm_warmup_steps") == 6
-    inverse = roll_with({f"{_TRAINING}.lr_scheduler_type": "inverse_sqrt", f"{_TRAINING}.optim": "adamw_bnb_8bit"})
-    assert value_of(inverse, "train.optm_decay_type") == "inverse_sqrt"
-    assert value_of(inverse, "train.optm_decay_ratio") is None
-    assert value_of(inverse, "train.optm_name") == "AdamW8bit"
-    assert roll_with({f"{_TRAINING}.warmup_ratio": 0.1}).config["train"]["optm_warmup_steps"] == 0.1
-
-
-def test_schedule_decays_after_the_warm_up() -> None:
-    changes = {"max_steps": 200, f"{_TRAINING}.warmup_steps": 20, f"{_TRAINING}.lr_scheduler_type": "cosine"}
-    train = roll_with(changes).config["train"]
-    assert (train["optm_decay_type"], train["optm_decay_ratio"]) == ("cosine", 0.9)
-    constant = roll_with({f"{_TRAINING}.lr_scheduler_type": "constant"}).config["train"]
-    assert constant["optm_decay_type"] == "none"
-    assert "optm_decay_ratio" not in constant
-
-
-@pytest.mark.parametrize(
-    ("steps", "epochs", "expected"), [(300, 9, (300, 300)), (-1, 9, (None, 9)), (-1, 2.5, (None, 3))]
-)
-def test_length_of_the_run(steps: int, epochs: float, expected: tuple[int | None, int]) -> None:
-    found = roll_with({"max_steps": steps, f"{_TRAINING}.num_train_epochs": epochs})
-    assert (value_of(found, "train.max_num_steps"), value_of(found, "train.epoch")) == expected
-
-
-@pytest.mark.parametrize(("ratio", "bound"), [(0, 0), (1, 1), (1.5, 2), (0.25, 1)])
-def test_async_ratio_is_a_bound(ratio: float, bound: int) -> None:
-    found = roll_with({"async_generation_ratio": ratio})
-    assert value_of(found, "train.train_policy.allowed_outdated_steps") == bound
-
-
-def test_surplus_prompts() -> None:
-    found = roll_with({"is_use_additional_prompts": True, "max_additional_running_prompts": 16})
-    assert value_of(found, "controller.oversample") == 1.25
-    assert value_of(roll_with({"max_additional_running_prompts": 16}), "controller.oversample") is None
 
 
 @pytest.mark.parametrize(

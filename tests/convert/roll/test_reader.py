@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections import Counter
 
 import pytest
@@ -13,9 +12,7 @@ from convert.engine.model import Conversion, Outcome
 from convert.engine.registry import reader
 from convert.engine.write import to_report, to_toml
 from schema.config import ConfigError, check_config
-from schema.config.availability import UNAVAILABLE
 from schema.config.keys import leaf_keys, section_keys
-from schema.config.root import Config
 from schema.config.rules.engine import ENGINE_ARGUMENTS
 from tests.convert.files import ABSENT, HERE, ROLL, ROOT, roll_with, under, value_of
 from tests.schema.config_samples import refused
@@ -103,26 +100,6 @@ def test_every_page_key_acts_somewhere(examples: dict[str, Conversion]) -> None:
     }
 
 
-def test_examples_account_for_every_key(examples: dict[str, Conversion]) -> None:
-    for name, found in examples.items():
-        assert not found.missing_leaves
-        assert not found.repeated_leaves
-        assert not found.of(Outcome.UNKNOWN), name
-        report, text = to_report(found), to_toml(found)
-        for leaf in found.leaves:
-            assert leaf in report, (name, leaf)
-            assert leaf in text, (name, leaf)
-    counts = Counter(entry.outcome for found in examples.values() for entry in found.entries)
-    assert counts[Outcome.MAPPED] > 200
-    assert counts[Outcome.FALLBACK] >= 1
-
-
-def test_examples_are_sound_toml(examples: dict[str, Conversion]) -> None:
-    for name, found in examples.items():
-        assert tomllib.loads(to_toml(found)) == found.config, name
-        Config.model_validate({key: value for key, value in found.config.items() if key != "unsupported"})
-
-
 def test_what_validate_refuses_is_not_built_or_not_there(examples: dict[str, Conversion]) -> None:
     """Converted files fail for parts this build lacks, files that are not there, and sampling it cannot train on."""
     allowed = re.compile(
@@ -142,13 +119,6 @@ def test_the_plain_example_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.warnings
     check_config(found.config)
     assert value_of(found, "train.train_policy.reward_function") == "boxed_math"
-
-
-def test_reasons_come_from_the_closed_list(examples: dict[str, Conversion]) -> None:
-    reasons = set(reader("roll").unsupported.reasons.values())
-    for found in examples.values():
-        for entry in found.of(Outcome.NONE):
-            assert entry.note in reasons, entry
 
 
 def test_rows_write_keys_of_the_schema() -> None:
@@ -206,75 +176,10 @@ def test_secrets_are_not_repeated() -> None:
     assert "not-a-real-key" not in to_toml(found) + to_report(found)
 
 
-def test_unknown_keys_are_kept_and_guessed() -> None:
-    found = roll_with({"num_return_sequence_in_group": 4, "actor_train.training_args.learnin_rate": 1e-6})
-    for key, guess in (
-        ("num_return_sequence_in_group", "num_return_sequences_in_group"),
-        ("actor_train.training_args.learnin_rate", "actor_train.training_args.learning_rate"),
-    ):
-        entry = found.entry(key)
-        assert entry.outcome is Outcome.UNSUPPORTED
-        assert f"did you mean `{guess}`?" in entry.note
-        assert key in to_toml(found)
-
-
-def test_engine_arguments_pass_through() -> None:
-    found = roll_with({f"{_ENGINE}.swap_space": 4, f"{_ENGINE}.compilation_config.level": 3})
-    assert value_of(found, "rollout.engine_kwargs") == {"swap_space": 4, "compilation_config": {"level": 3}}
-
-
 def test_no_engine_argument_takes_a_detour() -> None:
     """`validate` refuses an argument in engine_kwargs that has a key of ours: each needs a row."""
     spellings = {name for rule in reader("roll").rules("rlvr") for name in rule.spellings}
     assert {f"{_ENGINE}.{name}" for name in ENGINE_ARGUMENTS} <= spellings
-
-
-def test_engine_arguments_with_a_key_of_ours_take_it() -> None:
-    ours = {
-        "seed": ("rollout.seed", 3),
-        "trust_remote_code": ("policy.trust_remote_code", True),
-        "tokenizer": ("policy.tokenizer_name_or_path", "org/tokens"),
-        "revision": ("policy.model_revision", "main"),
-        "quantization": ("rollout.quantization", "fp8"),
-        "max_num_seqs": ("rollout.max_num_seqs", 64),
-        "max_num_batched_tokens": ("rollout.max_num_batched_tokens", 4096),
-        "enforce_eager": ("rollout.enforce_eager", False),
-        "enable_chunked_prefill": ("rollout.enable_chunked_prefill", True),
-        "block_size": ("rollout.block_size", 32),
-    }
-    found = roll_with({f"{_ENGINE}.{name}": value for name, (_, value) in ours.items()})
-    for key, value in ours.values():
-        assert value_of(found, key) == value, key
-    assert value_of(found, "rollout.engine_kwargs") is None
-    split = roll_with({f"{_ENGINE}.enable_expert_parallel": True, f"{_ENGINE}.tensor_parallel_size": 4})
-    assert value_of(split, "rollout.parallelism.ep_size") == 4
-    copies = {f"{_ENGINE}.data_parallel_size": 2, f"{_ENGINE}.tensor_parallel_size": 2}
-    split = roll_with({f"{_ENGINE}.enable_expert_parallel": True, **copies})
-    assert value_of(split, "rollout.parallelism.ep_size") == 4
-    assert value_of(split, "rollout.parallelism.dp_shard_size") == 2
-
-
-def test_types_and_kernels_act() -> None:
-    model = "actor_train.model_args"
-    found = roll_with({f"{model}.attn_implementation": "fa3", f"{model}.dtype": "fp16"})
-    assert value_of(found, "train.fa_version") == 3
-    assert value_of(found, "train.param_dtype") == "float16"
-    assert value_of(found, "train.master_dtype") in (None, "float32")
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"response_length": 4096}, (4096, 5120)),
-        ({"prompt_length": ABSENT, "response_length": 100}, (100, 1124)),
-        ({"response_length": ABSENT, "sequence_length": 3000}, (1976, 3000)),
-        ({"sequence_length": 3000}, (1976, 3000)),
-    ],
-)
-def test_lengths(changes: dict[str, object], expected: tuple[int, int]) -> None:
-    found = roll_with(changes)
-    got = value_of(found, "rollout.max_response_length"), value_of(found, "policy.model_max_length")
-    assert got == expected
 
 
 def test_interpolation_reaches_defaults_and_the_environment() -> None:
@@ -286,21 +191,6 @@ def test_interpolation_reaches_defaults_and_the_environment() -> None:
     assert value_of(convert_text(text, env={"MODEL": "org/own"}), "policy.model_name_or_path") == "org/own"
     with pytest.raises(ConfigError, match="deepspeed_zero3"):
         convert_text("actor_train: {strategy_args: {strategy_config: '${deepspeed_zero3}'}}\n")
-
-
-def test_availability_table_is_what_the_examples_meet(examples: dict[str, Conversion]) -> None:
-    """Every fallback of the examples names a row of the table, so it vanishes when its part is built."""
-    for found in examples.values():
-        for entry in found.of(Outcome.FALLBACK):
-            changed = [key for key, value in entry.faithful if (key, value) not in entry.targets]
-            assert changed, entry
-            assert all(key in UNAVAILABLE for key in changed), entry
-
-
-def test_detected_without_being_told() -> None:
-    for path in ROLL:
-        assert convert(path).system == "roll"
-    assert convert(HERE / "roll_agentic.yaml").kind == "agentic"
 
 
 @pytest.mark.parametrize(("trajectories", "expected"), [(64, 64), (60, 64), (3, 8)])
