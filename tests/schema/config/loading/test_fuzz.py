@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schema.config import load_config
-from schema.config.loading.positions import locate
 from schema.config.loading.tomlwrite import dumps
 from tests.schema.config_samples import GRPO, SFT
 from tests.schema.fuzz_config import check_data, fuzz, verdict
-from tests.schema.mutations import changes, mutate, names
+from tests.schema.mutations import names
 from tests.support.effort import examples
 
 CALM = settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -38,18 +36,6 @@ def test_what_is_spoiled_was_sound(calm_directory: Path) -> None:
     """Else all refusals would be of the samples themselves."""
     assert check_data(GRPO)
     assert check_data(SFT)
-
-
-@pytest.mark.scaled
-@CALM
-@given(base=st.sampled_from([GRPO, SFT]), steps=changes)
-def test_mutated_files_and_their_positions(calm_directory: Path, base: dict[str, Any], steps: Any) -> None:
-    text = dumps(mutate(base, steps))
-    (calm_directory / "run.toml").write_bytes(text.encode("utf-8", "surrogatepass"))
-    verdict(lambda: load_config(calm_directory / "run.toml"))
-    lines = text.split("\n")
-    for path, (line, column) in locate(text).items():
-        assert column <= len(lines[line - 1]), path
 
 
 @pytest.mark.scaled

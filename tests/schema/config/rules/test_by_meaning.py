@@ -53,9 +53,13 @@ FAULTS = {
     batch.batch_is_whole_groups: [
         ({"train.train_batch_per_replica": 20}, "20 samples", "rollout.n_generation = 16"),
         ({"train.train_batch_per_replica": 2**20 - 1},),
+        ({"train.train_batch_per_replica": 8},),
+        ({"train.train_batch_per_replica": 5, "rollout.n_generation": 4} | PAIR,),
+        ({"train.train_batch_per_replica": 3} | PAIR | {f"{M}.n_init_replicas": 3},),
     ],
     batch.optimizer_steps_divide_batch: [
         ({f"{P}.{OPTIMIZE}": 5}, "train.train_batch_per_replica = 16", "5 samples"),
+        *(({f"{P}.{OPTIMIZE}": size, "train.train_batch_per_replica": 48}, str(size)) for size in (20, 64)),
         ({f"critic.{OPTIMIZE}": 10**30} | CRITIC, "train.train_batch_per_replica = 16"),
     ],
     batch.shuffling_has_pieces: [
@@ -123,6 +127,7 @@ FAULTS = {
     timing.interval_fits_staleness: [
         ({"train.sync_weight_interval": 9}, "every 9 steps", "at least 8", "is 4"),
         ({"train.sync_weight_interval": 2, f"{P}.on_policy": True}, "every 2 steps"),
+        ({"train.sync_weight_interval": 3, f"{P}.allowed_outdated_steps": 1}, "every 3 steps", "is 1"),
     ],
     "stragglers_are_bounded": [
         ({"controller.on_stale": "drop"}, "controller.straggler_timeout"),
@@ -131,7 +136,8 @@ FAULTS = {
     "timeouts_are_ordered": [
         ({f"controller.{name}": 1.0}, "1.0 s", "controller.heartbeat_interval")
         for name in ("lease_timeout", "heartbeat_timeout")
-    ],
+    ]
+    + [({"controller.lease_timeout": 20, "controller.heartbeat_interval": 20.0}, "20.0")],
     "averages_agree": [
         ({f"{P}.unbiased_loss_max_tokens": 100}, *("100", f'{P}.loss_type = "seq-mean-token-mean"', '"token-mean"')),
         (
@@ -224,6 +230,8 @@ FAULTS = {
         ),
         ({"@.optm_decay_type": "cosine"}, "cosine", "@.optm_decay_ratio"),
         ({"@.optm_decay_steps": 10}, "@.optm_decay_type"),
+        ({"@.optm_decay_type": "linear", "@.optm_decay_ratio": 0.0}, "linear"),
+        ({"@.optm_decay_ratio": 0.4, "@.optm_decay_type": "none"}, "@.optm_decay_type"),
         ({"@.optm_decay_ratio": 0.5, "@.optm_decay_type": "inverse_sqrt"}, '@.optm_decay_type = "inverse_sqrt"'),
         ({"@.optm_min_lr_factor": 0.1}, "@.optm_decay_type"),
     ),
@@ -250,6 +258,8 @@ FAULTS = {
     ),
     training.lists_are_for_the_optimizers: of_both(
         ({"@.optm_lr": [1e-4, 1e-5]}, "list of 2", "there is one"),
+        ({"@.optm_lr": []}, "list of 0"),
+        ({"@.optm_impl": ["fused", "foreach"]}, "list of 2"),
         ({"@.optm_lr": [1e-4, 1e-5, 1e-6], "@.optm_name": "Muon"}, "list of 3", "Muon and AdamW"),
         ({"@.optm_impl": ["fused", "foreach"], "@.optm_name": "Muon"}, 'no implementation "fused"'),
     ),
@@ -644,6 +654,14 @@ SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GRPO, {f"{P}.aipo_rho": 4.0, f"{P}.variant": "dapo"}),
     (GRPO, {f"{P}.use_decoupled_loss": True, f"{P}.behav_imp_weight_cap": 5.0}),
     (GRPO, {FIX: {"weights": "token", "cap": 3.0, "reject": "sequence", "reject_below": 0.5, "reject_above": 2.0}}),
+    (GRPO, {f"{P}.on_policy": True, f"{P}.allowed_outdated_steps": 0}),
+    (GRPO, {f"{P}.on_policy": False, f"{P}.allowed_outdated_steps": 4}),
+    (GRPO, {"train.sync_weight_interval": 3, f"{P}.allowed_outdated_steps": 2}),
+    (GRPO, {"controller.on_stale": "drop", "controller.straggler_timeout": 30.0}),
+    (GRPO, {"controller.heartbeat_interval": 20.0, "controller.heartbeat_timeout": 30.0}),
+    (GRPO, {f"{P}.unbiased_loss_max_tokens": 512, f"{P}.loss_type": "seq-mean-token-mean"}),
+    (SFT, {"train.optm_warmup_steps": 1.0, "train.optm_lr": [1e-4], "train.optm_impl": ["foreach"]}),
+    (SFT, {"train.optm_decay_ratio": 0.4, "train.optm_decay_type": "wsd", "train.optm_min_lr_factor": 0.1}),
     (SFT, {"train.optm_decay_type": "inverse_sqrt"}),
     (SFT, {"train.optm_decay_type": "wsd", "train.optm_decay_steps": 10, "train.optm_wsd_decay_type": "linear"}),
     (SFT, {"train.optm_decay_type": "wsd", "train.optm_decay_ratio": 0.1, "train.optm_num_cycles": 1.5}),

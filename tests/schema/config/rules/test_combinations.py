@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -25,60 +24,6 @@ def test_the_samples_are_sound() -> None:
 
 def test_a_bare_configuration_names_what_it_needs() -> None:
     assert {problem.key for problem in refused(check_config, {})} == {f"{P}.dataset.name"}
-
-
-@pytest.mark.parametrize(
-    ("batch", "replicas", "generation", "hint"),
-    [
-        (8, 1, 16, "train.train_batch_per_replica = 16, or rollout.n_generation = 8"),
-        (20, 1, 16, "train.train_batch_per_replica = 16 or 32, or rollout.n_generation = 20"),
-        (5, 2, 4, "train.train_batch_per_replica = 4 or 6, or rollout.n_generation = 5"),
-        (3, 3, 16, "train.train_batch_per_replica = 16, or rollout.n_generation = 9"),
-    ],
-)
-def test_batches_hold_whole_groups(batch: int, replicas: int, generation: int, hint: str) -> None:
-    values = {"policy__parallelism__n_init_replicas": replicas, "rollout__n_generation": generation}
-    values["train__ckpt__enable_checkpoint"] = True
-    problem = only(train__train_batch_per_replica=batch, **values)
-    assert problem.key == "train.train_batch_per_replica"
-    assert hint in problem.hint
-    for value in re.findall(r"train_batch_per_replica = (\d+)(?: or (\d+))?", problem.hint)[0]:
-        if value:
-            assert problems(train__train_batch_per_replica=int(value), **values) == []
-    (near,) = re.findall(r"n_generation = (\d+)", problem.hint)
-    values["rollout__n_generation"] = int(near)
-    assert problems(train__train_batch_per_replica=batch, **values) == []
-
-
-def test_optimizer_steps_divide_the_batch() -> None:
-    values = {"train__train_batch_per_replica": 48, "train__train_policy__batch_size_per_optimize": 20}
-    problem = only(**values)
-    assert problem.key == f"{P}.batch_size_per_optimize"
-    assert problem.hint.endswith("= 16 or 24")
-    assert problems(**values | {"train__train_policy__batch_size_per_optimize": 24}) == []
-    too_many = only(**values | {"train__train_policy__batch_size_per_optimize": 64})
-    assert too_many.hint.endswith("= 48")
-
-
-def test_on_policy_alone_means_a_bound_of_zero() -> None:
-    config = check_config(changed(GRPO, train__train_policy__on_policy=True))
-    assert config.staleness_bound == 0
-    values = {"train__train_policy__on_policy": True, "train__train_policy__allowed_outdated_steps": 0}
-    assert problems(**values) == []
-    problem = only(**values | {"train__train_policy__allowed_outdated_steps": 4})
-    assert problem.key == f"{P}.on_policy"
-    assert "allowed_outdated_steps = 4" in problem.message
-    values = {"train__train_policy__on_policy": False, "train__train_policy__allowed_outdated_steps": 4}
-    assert problems(**values) == []
-
-
-@pytest.mark.parametrize(("interval", "bound", "sound"), [(1, 0, True), (3, 2, True), (3, 1, False), (6, 4, False)])
-def test_publication_interval_fits_the_bound(interval: int, bound: int, sound: bool) -> None:
-    found = problems(train__sync_weight_interval=interval, train__train_policy__allowed_outdated_steps=bound)
-    assert [problem.key for problem in found] == ([] if sound else ["train.sync_weight_interval"])
-    if not sound:
-        assert f"allowed_outdated_steps = {interval - 1}" in found[0].hint
-        assert f"sync_weight_interval = {bound + 1}" in found[0].hint
 
 
 def test_the_temperature_has_one_value() -> None:
@@ -293,23 +238,15 @@ def test_the_default_size_of_an_engine_is_refused_by_name() -> None:
 LONG = {"validation.max_response_length": 5000, "validation.dataset.name": "synthetic:addition"}
 BUFFER, PIECE = f"{P}.overlong_reward.buffer_length", f"{P}.max_token_len_per_mini_batch"
 PENALTY = {f"{P}.overlong_reward.enable_overlong_penalty": True}
-TOKENS, GSPO = {f"{P}.unbiased_loss_max_tokens": 512}, {f"{P}.variant": "gspo"}
-DROP, STRAGGLERS = {"controller.on_stale": "drop"}, {"controller.straggler_timeout": 30.0}
 WAIT, LONGEST_WAIT = "launcher.restart_backoff", "launcher.restart_backoff_max"
 ROOM, RESPONSE = "rollout.max_model_len", "rollout.max_response_length"
 NEIGHBOURS = [
-    (GRPO, {"train.sync_weight_interval": 2, f"{P}.on_policy": True}, {f"{P}.on_policy": True}),
     (GRPO, {"rollout.max_concurrent_samples": 8}, {"rollout.max_concurrent_samples": 16}),
-    (GRPO, TOKENS, TOKENS | {f"{P}.loss_type": "seq-mean-token-mean"}),
-    (GRPO, {f"{P}.loss_type": "seq-mean-token-sum"} | GSPO, GSPO),
-    (GRPO, {f"{P}.lower_bound_ratio": 2.0} | GSPO, GSPO),
     (GRPO, {BUFFER: 4096} | PENALTY, {BUFFER: 2048} | PENALTY),
     (GRPO, {BUFFER: 4096} | PENALTY, {BUFFER: 4096}),
     (GRPO, {BUFFER: 1024, RESPONSE: 5119} | PENALTY, {BUFFER: 1025, RESPONSE: 5119} | PENALTY),
     (GRPO, {PIECE: 4095}, {PIECE: 4096}),
     (SFT, {PIECE: 4095}, {PIECE: 4096, "train.train_batch_per_replica": 7}),
-    (GRPO, DROP, DROP | STRAGGLERS),
-    (GRPO, STRAGGLERS, DROP | STRAGGLERS),
     (GRPO, {LONGEST_WAIT: 60.0, WAIT: 61.0}, {LONGEST_WAIT: 60.0, WAIT: 60.0}),
 ]
 """Values that make one fault, the blamed key first, and values next to them that make none."""
@@ -341,38 +278,6 @@ def test_an_answer_as_long_as_a_sequence_is_a_warning(
     found = {warning.key for warning in check_warnings(config_of(GRPO, whole))}
     assert found - {warning.key for warning in check_warnings(config_of(GRPO, shorter))} == {key}
     assert check_rules(config_of(GRPO, whole)) == []
-
-
-@pytest.mark.parametrize("key", ["heartbeat_timeout", "lease_timeout"])
-def test_timeouts_outlive_a_heartbeat(key: str) -> None:
-    values = {"controller__heartbeat_interval": 20.0, "controller__heartbeat_timeout": 30.0}
-    assert problems(**values) == []
-    problem = only(**values | {f"controller__{key}": 20})
-    assert problem.key == f"controller.{key}"
-    assert problem.hint == f"write controller.{key} = 100.0 or more"
-
-
-@pytest.mark.parametrize(
-    ("values", "key"),
-    [
-        ({"optm_warmup_steps": 20.0}, "optm_warmup_steps"),
-        ({"optm_warmup_steps": 1.0}, None),
-        ({"optm_warmup_steps": 0.5, "optm_decay_ratio": 0.6, "optm_decay_type": "cosine"}, "optm_decay_ratio"),
-        ({"optm_decay_ratio": 0.4, "optm_decay_type": "wsd", "optm_min_lr_factor": 0.1}, None),
-        ({"optm_decay_type": "linear"}, "optm_decay_type"),
-        ({"optm_decay_type": "linear", "optm_decay_ratio": 0.0}, "optm_decay_type"),
-        ({"optm_decay_ratio": 0.4}, "optm_decay_ratio"),
-        ({"optm_decay_ratio": 0.4, "optm_decay_type": "none"}, "optm_decay_ratio"),
-        ({"optm_min_lr_factor": 0.1}, "optm_min_lr_factor"),
-        ({"optm_lr": [1e-4, 1e-5]}, "optm_lr"),
-        ({"optm_lr": []}, "optm_lr"),
-        ({"optm_lr": [1e-4], "optm_impl": ["foreach"]}, None),
-        ({"optm_impl": ["fused", "foreach"]}, "optm_impl"),
-    ],
-)
-def test_every_key_of_the_schedule_acts(values: dict[str, Any], key: str | None) -> None:
-    found = problems(**{f"train__{name}": value for name, value in values.items()})
-    assert [problem.key for problem in found] == ([f"train.{key}"] if key else [])
 
 
 def test_warnings() -> None:
