@@ -68,8 +68,7 @@ for arguments in {QUICK!r}:
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-@pytest.mark.parametrize("file", ["{}.py", "{}/__init__.py"])
+@pytest.mark.parametrize(("name", "file"), [*((name, "{}.py") for name in PACKAGES), (PACKAGES[0], "{}/__init__.py")])
 def test_a_stranger_under_one_of_our_names_is_named(tmp_path: Path, name: str, file: str):
     stranger = tmp_path / file.format(name)
     stranger.parent.mkdir(exist_ok=True)

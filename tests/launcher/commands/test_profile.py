@@ -14,17 +14,17 @@ from tests.controller.drivers import Trainer
 from tests.launcher.cli import Answer, cosmos
 from tests.support.controller import TOKENS, make_config, make_run_dir
 from tests.support.served import ServedController, served_controller
-from tests.support.valkey import running_valkey
+from tests.support.valkey import ValkeyServer
 from tests.support.waiting import PATIENCE
 
 Play = Callable[[m.ProfileOrder], None]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedController]:
+def served(tmp_path_factory: pytest.TempPathFactory, valkey: ValkeyServer) -> Iterator[ServedController]:
     config = make_config(profiler={"enable_profiler": True}, controller={"heartbeat_timeout": 1000.0})
     run_dir = make_run_dir(tmp_path_factory.mktemp("job") / "run", config)
-    with running_valkey() as valkey, served_controller(run_dir, valkey.url) as controller:
+    with served_controller(run_dir, valkey.url) as controller:
         yield controller
 
 

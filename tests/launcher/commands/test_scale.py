@@ -11,13 +11,7 @@ import pytest
 from tests.launcher.cli import Answer, cosmos
 from tests.support.controller import TOKENS, make_config, make_run_dir
 from tests.support.served import ServedController, served_controller
-from tests.support.valkey import ValkeyServer, running_valkey
-
-
-@pytest.fixture(scope="module")
-def valkey() -> Iterator[ValkeyServer]:
-    with running_valkey() as valkey:
-        yield valkey
+from tests.support.valkey import ValkeyServer
 
 
 @pytest.fixture
@@ -42,10 +36,10 @@ def test_a_number_by_hand_counts_until_it_is_given_back(served: ServedController
     assert json.loads(asked(served, "status", "--json").stdout)["autoscale"]["manual"] is False
 
 
-@pytest.mark.parametrize("number", [0, 5])
-def test_a_number_out_of_range_is_refused_with_the_range(served: ServedController, number: int) -> None:
-    range_ = f"{number} replicas are out of range: autoscale.min_replicas = 1, autoscale.max_replicas = 4"
-    asked(served, "scale", number).complains(1, range_)
+def test_a_number_out_of_range_is_refused_with_the_range(served: ServedController) -> None:
+    for number in (0, 5):
+        range_ = f"{number} replicas are out of range: autoscale.min_replicas = 1, autoscale.max_replicas = 4"
+        asked(served, "scale", number).complains(1, range_)
     assert served.job.scaling.autoscaler.memory.manual is None
 
 

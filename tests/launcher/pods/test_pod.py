@@ -27,7 +27,7 @@ from tests.launcher.cli import ROOT, cosmos
 from tests.launcher.samples import config, job_status
 from tests.support.controller import TOKENS, make_config, make_run_dir
 from tests.support.served import served_controller
-from tests.support.valkey import running_valkey
+from tests.support.valkey import ValkeyServer
 from tests.support.waiting import PATIENCE, until
 
 
@@ -202,11 +202,11 @@ def test_one_controller_at_a_time_prepares_a_run(tmp_path: Path) -> None:
         pass
 
 
-def test_another_configuration_or_code_is_refused_by_name(tmp_path: Path) -> None:
+def test_another_configuration_or_code_is_refused_by_name(tmp_path: Path, valkey: ValkeyServer) -> None:
     path, log = tmp_path / "config.json", tmp_path / "termination-log"
     run, agreement = make_run_dir(tmp_path / "run", written(path)), tmp_path / "run" / pod.AGREEMENT
     log.touch()
-    with running_valkey() as redis, served_controller(run, redis.url) as served:
+    with served_controller(run, valkey.url) as served:
         env = {
             "COSMOS_CONTROLLER_URL": served.url,
             "COSMOS_TOKEN": TOKENS["rollout"],
@@ -230,12 +230,12 @@ def test_packages_of_another_roles_image_are_not_compared() -> None:
     )
 
 
-def test_a_rollout_pod_stays_when_the_job_is_over(tmp_path: Path) -> None:
+def test_a_rollout_pod_stays_when_the_job_is_over(tmp_path: Path, valkey: ValkeyServer) -> None:
     """A Deployment would start it again and again."""
     path, log = tmp_path / "config.json", tmp_path / "log"
     run = make_run_dir(tmp_path / "run", written(path))
     (run / pod.AGREEMENT).write_text(json.dumps(pod._facts(written(path))))
-    with running_valkey() as redis, served_controller(run, redis.url) as served:
+    with served_controller(run, valkey.url) as served:
         with served.client() as client:
             client.send(api.operate("stop"))
         env = {"COSMOS_CONTROLLER_URL": served.url, "COSMOS_TOKEN": TOKENS["rollout"], "COSMOS_POD": "run-rollout-x"}

@@ -51,33 +51,111 @@ def test_one_rank_in_float32() -> None:
     }
 
 
+WEIGHTS, GRADIENTS, MOMENTS = "weights that are updated", "gradients", "optimizer (AdamW)"
+GATHERED, WHOLE, ACTIVATIONS, OUTPUT = "gathered weights", "gradients before reduction", "activations", "output layer"
+HALF: dict[str, Any] = {"param_dtype": "bfloat16"}
+OF_EXPERTS = replace(MODEL, experts=600)
+DEEP = replace(MODEL, parameters=3000)
+ATTENTION, EXPERTS = 2 * 4 * (4 + 2), 4 * 12
+"""What of a layer is needed of attention, and of the rest between norms, per token."""
+SELECTIVE, OF_EXPERTS_ALONE = {"recompute_granularity": "selective"}, {"recompute_moe_layers": True}
+KEPT_WHOLE = config(
+    train={"param_dtype": "float32", "train_batch_per_replica": 8, "train_policy": {"mini_batch": 4}},
+    policy={"model_max_length": 10, "model_gradient_checkpointing": False},
+)
+"""Nothing is recomputed."""
+MEMORY: list[tuple[Any, LocalModel, int, int, dict[str, int | None]]] = [
+    # what optimizers and the average keep: two moments, one, or numbers of 8 bits; Muon one for its matrices
+    (job(optm_name="Adam"), MODEL, 1, 1, {"optimizer (Adam)": 8000}),
+    (job(optm_name="Adam"), MODEL, 2, 2, {"optimizer (Adam)": 4000}),
+    (job(optm_name="SGD"), MODEL, 1, 1, {"optimizer (SGD)": None}),
+    (job(optm_name="SGD", optm_momentum=0.9), MODEL, 1, 1, {"optimizer (SGD)": 4000}),
+    (job(optm_name="Muon"), MODEL, 1, 1, {"optimizer (Muon)": (800 + 2 * 200) * 4}),
+    (job(optm_name="AdamW8bit"), MODEL, 1, 1, {"optimizer (AdamW8bit)": 2125}),
+    (job(optm_name="AdamW8bit"), MODEL, 2, 2, {"optimizer (AdamW8bit)": 2125 // 2}),
+    (job(ema_decay=0.9), MODEL, 1, 1, {"moving average of the weights": 4000}),
+    (job(ema_decay=0.9), MODEL, 2, 2, {"moving average of the weights": 2000}),
+    # shards; one micro-batch of 4 samples on each of 2 ranks
+    (job(**HALF), MODEL, 2, 2, {WEIGHTS: 2000, GRADIENTS: 2000, MOMENTS: 4000, GATHERED: 2 * (200 + 2 * 400)}),
+    (job(**HALF), MODEL, 2, 2, {WHOLE: None, ACTIVATIONS: 40 * 2 * (2 * 8 + PER_LAYER)}),
+    # several micro-batches keep whole gradients, unless those are no larger; a plain one is whole anyway
+    (job(**HALF), MODEL, 2, 1, {GRADIENTS: 2000, WHOLE: 2000}),
+    (job(**HALF, fsdp_reduce_dtype="bfloat16"), MODEL, 2, 1, {WHOLE: None}),
+    (job(), MODEL, 1, 1, {WHOLE: None}),
+    # ranks that share layers: nothing is cut over data, or both ways
+    (on_mesh(tp_size=2), MODEL, 2, 1, {WEIGHTS: 2000, GRADIENTS: 2000, GATHERED: None, WHOLE: None}),
+    (on_mesh(tp_size=2), MODEL, 2, 1, {ACTIVATIONS: 20 * 4 * (2 * 8 + 48 + (48 + 48) // 2)}),
+    (on_mesh(tp_size=2), MODEL, 2, 1, {OUTPUT: (4 * 20 * 20 + 4 * 20 * 8) // 2}),
+    (on_mesh(tp_size=2, dp_shard_size=2), MODEL, 4, 2, {WEIGHTS: 1000, GATHERED: 2 * (200 + 2 * 400), WHOLE: 1000}),
+    # ranks that share sequences
+    (on_mesh(cp_size=2), MODEL, 2, 1, {ACTIVATIONS: 10 * 4 * (2 * 8 + PER_LAYER), OUTPUT: 4 * 10 * 20 + 4 * 20 * 8}),
+    (on_mesh(cp_size=2), MODEL, 2, 1, {GATHERED: 4 * (200 + 2 * 400), WHOLE: 4000 - 2000}),
+    # ranks that share experts, three quarters of a layer; where layers are cut, experts are anyway
+    (
+        on_mesh(dp_shard_size=2, ep_size=2), OF_EXPERTS, 2, 2,
+        {WEIGHTS: 2000, GATHERED: 4 * (200 + 2 * (400 - 300 + 300 // 2)), WHOLE: 4 * (400 + 600 // 2) - 2000},
+    ),
+    (on_mesh(tp_size=2, ep_size=2), OF_EXPERTS, 2, 1, {WEIGHTS: 2000}),
+    # copies of the shards gather too
+    (on_mesh(dp_replicate_size=2), MODEL, 1, 2, {WEIGHTS: 4000, GATHERED: 4 * (200 + 2 * 400)}),
+    # what is never sharded again is whole; larger units are gathered as a whole
+    (job(**HALF, fsdp_reshard_after_forward="never"), MODEL, 2, 2, {GATHERED: 2000}),
+    (job(**HALF, fsdp_wrap_min_params=500), MODEL, 2, 2, {GATHERED: 2 * (200 + 800)}),
+    *(
+        (job(**HALF, fsdp_wrap_min_params=least), DEEP, 2, 2, {GATHERED: 2 * held})
+        for least, held in ((0, 200 + 800), (500, 200 + 1000), (10**6, 3000))
+    ),
+    # gradients that are reduced late are whole, and with those on the host both are there
+    (job(**HALF, overlap_grad_reduce=False), MODEL, 2, 2, {WHOLE: 4000 - 2000}),
+    (job(**HALF, overlap_grad_reduce=False, fsdp_offload=True), MODEL, 2, 2, {WHOLE: 4000}),
+    (job(**HALF, overlap_grad_reduce=False, fsdp_gradient_offload=True), MODEL, 2, 2, {WHOLE: 4000}),
+    # activations without recomputation, and with a part of it
+    (KEPT_WHOLE, MODEL, 1, 1, {ACTIVATIONS: 40 * 4 * 2 * PER_LAYER}),
+    *(
+        (job(**keys), MODEL, 1, 1, {ACTIVATIONS: 40 * 4 * numbers})
+        for keys, numbers in (
+            (SELECTIVE, 2 * (PER_LAYER - ATTENTION) + ATTENTION),
+            (OF_EXPERTS_ALONE, 2 * (PER_LAYER - EXPERTS) + EXPERTS),
+            (SELECTIVE | OF_EXPERTS_ALONE, 2 * (PER_LAYER - ATTENTION - EXPERTS) + EXPERTS),
+        )
+    ),
+    # tokens of a micro-batch; a batch has 8 samples
+    *(
+        (job(train_policy=policy), MODEL, ranks, ranks, {ACTIVATIONS: tokens * 4 * (2 * 8 + PER_LAYER)})
+        for policy, ranks, tokens in (
+            ({"mini_batch": 4}, 1, 40),
+            ({"mini_batch": 100}, 1, 80),
+            ({"mini_batch": 100}, 4, 20),
+            ({"max_token_len_per_mini_batch": 25}, 1, 25),
+            ({"max_token_len_per_mini_batch": 1000}, 1, 80),
+            ({"mini_batch": 100, "batch_size_per_optimize": 2}, 1, 20),
+        )
+    ),
+]  # fmt: skip
+"""A job, a model, ranks, data ranks, and what parts hold; None: there is no such part."""
+
+
+@pytest.mark.parametrize(("job", "model", "ranks", "data_ranks", "expected"), MEMORY)
+def test_what_parts_hold(
+    job: Any, model: LocalModel, ranks: int, data_ranks: int, expected: dict[str, int | None]
+) -> None:
+    found = parts(job, model, ranks, data_ranks)
+    assert {name: found.get(name) for name in expected} == expected
+
+
 @pytest.mark.parametrize(
-    ("keys", "name", "n_bytes"),
+    ("train", "others", "copy", "kept"),
     [
-        ({"optm_name": "Adam"}, "optimizer (Adam)", 8000),
-        ({"optm_name": "SGD"}, "", 0),
-        ({"optm_name": "SGD", "optm_momentum": 0.9}, "optimizer (SGD)", 4000),
-        ({"optm_name": "Muon"}, "optimizer (Muon)", (800 + 2 * 200) * 4),
-        ({"optm_name": "AdamW8bit"}, "optimizer (AdamW8bit)", 2125),
-        ({"ema_decay": 0.9}, "moving average of the weights", 4000),
+        (HALF, {}, 2000, 2 * 2000),
+        ({"transfer_dtype": "float32"}, {}, 4000, 2 * 4000),
+        (HALF, {"weight_sync": {"encoding": "full"}}, 2000, 2000),
     ],
 )
-def test_what_optimizer_and_average_keep(keys: dict[str, Any], name: str, n_bytes: int) -> None:
-    found = parts(job(**keys), MODEL, 1, 1)
-    assert [value for part, value in found.items() if part.startswith("optimizer") or part == name][-1:] == (
-        [n_bytes] if name else []
-    )
-    if name:
-        assert parts(job(**keys), MODEL, 2, 2)[name] == n_bytes // 2
-
-
-def test_sharded_in_bfloat16() -> None:
-    found = parts(job(param_dtype="bfloat16"), MODEL, 2, 2)
-    assert found["weights that are updated"] == found["gradients"] == 2000
-    assert found["optimizer (AdamW)"] == 4000
-    assert found["gathered weights"] == 2 * (200 + 2 * 400)
-    assert "gradients before reduction" not in found, "one micro-batch of 4 samples on each of 2 ranks"
-    assert found["activations"] == 40 * 2 * (2 * 8 + PER_LAYER)
+def test_copies_have_the_transfer_type_and_deltas_need_the_version_before(
+    train: dict[str, Any], others: dict[str, Any], copy: int, kept: int
+) -> None:
+    job = config(train=train, **others)
+    assert (host_copy(job, MODEL).bytes, snapshots(job, MODEL).bytes) == (copy, kept)
 
 
 def test_a_reference_model_is_kept_as_well() -> None:
@@ -149,83 +227,6 @@ def test_local_teachers_are_kept_as_well() -> None:
     assert "teacher far" not in found
 
 
-def test_several_micro_batches_keep_whole_gradients() -> None:
-    found = parts(job(param_dtype="bfloat16"), MODEL, 2, 1)
-    assert found["gradients"] + found["gradients before reduction"] == 4000
-    half = job(param_dtype="bfloat16", fsdp_reduce_dtype="bfloat16")
-    assert "gradients before reduction" not in parts(half, MODEL, 2, 1), "no larger than those that are reduced"
-    assert "gradients before reduction" not in parts(job(), MODEL, 1, 1), "a plain gradient is whole anyway"
-
-
-def test_ranks_that_share_layers() -> None:
-    found = parts(on_mesh(tp_size=2), MODEL, 2, 1)
-    assert found["weights that are updated"] == found["gradients"] == 2000
-    assert "gathered weights" not in found, "nothing is cut over data"
-    assert "gradients before reduction" not in found
-    assert found["activations"] == 20 * 4 * (2 * 8 + 48 + (48 + 48) // 2)
-    assert found["output layer"] == (4 * 20 * 20 + 4 * 20 * 8) // 2
-    both = parts(on_mesh(tp_size=2, dp_shard_size=2), MODEL, 4, 2)
-    assert both["weights that are updated"] == 1000
-    assert both["gathered weights"] == 4 * (200 + 2 * 400) // 2
-    assert both["gradients before reduction"] == 2000 - 1000
-
-
-def test_ranks_that_share_sequences() -> None:
-    found = parts(on_mesh(cp_size=2), MODEL, 2, 1)
-    assert found["activations"] == 10 * 4 * (2 * 8 + PER_LAYER)
-    assert found["output layer"] == 4 * 10 * 20 + 4 * 20 * 8
-    assert found["gathered weights"] == 4 * (200 + 2 * 400)
-    assert found["gradients before reduction"] == 4000 - 2000
-
-
-def test_ranks_that_share_experts() -> None:
-    experts = replace(MODEL, experts=600)
-    found = parts(on_mesh(dp_shard_size=2, ep_size=2), experts, 2, 2)
-    assert found["weights that are updated"] == 2000
-    assert found["gathered weights"] == 4 * (200 + 2 * (400 - 300 + 300 // 2)), "three quarters are experts"
-    assert found["gradients before reduction"] == 4 * (400 + 600 // 2) - 2000
-    of_layers = parts(on_mesh(tp_size=2, ep_size=2), experts, 2, 1)
-    assert of_layers["weights that are updated"] == 2000, "where layers are cut, experts are anyway"
-
-
-def test_copies_of_the_shards_gather_too() -> None:
-    found = parts(on_mesh(dp_replicate_size=2), MODEL, 1, 2)
-    assert found["weights that are updated"] == 4000
-    assert found["gathered weights"] == 4 * (200 + 2 * 400)
-
-
-def test_what_is_never_sharded_again_is_whole() -> None:
-    kept = job(param_dtype="bfloat16", fsdp_reshard_after_forward="never")
-    assert parts(kept, MODEL, 2, 2)["gathered weights"] == 2000
-
-
-def test_activations_without_recomputation() -> None:
-    plain = config(
-        train={"param_dtype": "float32", "train_batch_per_replica": 8, "train_policy": {"mini_batch": 4}},
-        policy={"model_max_length": 10, "model_gradient_checkpointing": False},
-    )
-    assert parts(plain, MODEL, 1, 1)["activations"] == 40 * 4 * 2 * PER_LAYER
-
-
-ATTENTION, EXPERTS = 2 * 4 * (4 + 2), 4 * 12
-"""What of a layer is needed of attention, and of the rest between norms, per token."""
-
-
-@pytest.mark.parametrize(
-    ("keys", "numbers"),
-    [
-        ({"recompute_granularity": "selective"}, 2 * (PER_LAYER - ATTENTION) + ATTENTION),
-        ({"recompute_moe_layers": True}, 2 * (PER_LAYER - EXPERTS) + EXPERTS),
-        (
-            {"recompute_granularity": "selective", "recompute_moe_layers": True},
-            2 * (PER_LAYER - ATTENTION - EXPERTS) + EXPERTS,
-        ),
-    ],
-)
-def test_what_is_recomputed_in_part(keys: dict[str, Any], numbers: int) -> None:
-    assert parts(job(**keys), MODEL, 1, 1)["activations"] == 40 * 4 * numbers
-
-
 def test_activations_of_two_layers_are_on_the_device() -> None:
     deep = replace(MODEL, shape=replace(SHAPE, layers=5))
     found = {part.name: part for part in trainer(job(activation_offload=True), deep, 1, 1)}
@@ -258,39 +259,6 @@ def test_what_comes_back_for_a_step_takes_the_place_of_activations() -> None:
     gone = found["activations"] + found["output layer"]
     assert found[name] == 4 * 10**9 + 2 * 4 * (2**24 + 20 * 8) - gone
     assert parts(job(optimizer_offload=True), large, 2, 2)[name] == 2 * 4 * (2**24 + 10 * 8) - gone
-
-
-def test_gradients_that_are_reduced_late_are_whole() -> None:
-    late = job(param_dtype="bfloat16", overlap_grad_reduce=False)
-    assert parts(late, MODEL, 2, 2)["gradients before reduction"] == 4000 - 2000
-    for key in ("fsdp_offload", "fsdp_gradient_offload"):
-        also = job(param_dtype="bfloat16", overlap_grad_reduce=False, **{key: True})
-        assert parts(also, MODEL, 2, 2)["gradients before reduction"] == 4000
-
-
-def test_larger_units_are_gathered_as_a_whole() -> None:
-    found = parts(job(param_dtype="bfloat16", fsdp_wrap_min_params=500), MODEL, 2, 2)
-    assert found["gathered weights"] == 2 * (200 + 800)
-    deep = replace(MODEL, parameters=3000)
-    for least, held in ((0, 200 + 800), (500, 200 + 1000), (10**6, 3000)):
-        found = parts(job(param_dtype="bfloat16", fsdp_wrap_min_params=least), deep, 2, 2)
-        assert found["gathered weights"] == 2 * held
-
-
-@pytest.mark.parametrize(
-    ("policy", "ranks", "tokens"),
-    [
-        ({"mini_batch": 4}, 1, 40),
-        ({"mini_batch": 100}, 1, 80),  # a batch has 8 samples
-        ({"mini_batch": 100}, 4, 20),
-        ({"max_token_len_per_mini_batch": 25}, 1, 25),
-        ({"max_token_len_per_mini_batch": 1000}, 1, 80),
-        ({"mini_batch": 100, "batch_size_per_optimize": 2}, 1, 20),
-    ],
-)
-def test_tokens_of_a_micro_batch(policy: dict[str, Any], ranks: int, tokens: int) -> None:
-    found = parts(job(train_policy=policy), MODEL, ranks, ranks)
-    assert found["activations"] == tokens * 4 * (2 * 8 + PER_LAYER)
 
 
 def test_a_model_of_unknown_shape_has_no_activations() -> None:
@@ -343,17 +311,6 @@ def test_stages_copies_and_quantised_weights_of_vllm() -> None:
     assert needs(experts, 4, tp_size=2, dp_shard_size=2, ep_size=4) == (400 + 300, 32)
     assert needs(MODEL, 1, "fp8", tp_size=1) == (1000, 64)
     assert needs(experts, 1, "int8_per_channel_weight_only", tp_size=1) == (800 + 600, 64)
-
-
-def test_the_published_copy_has_the_transfer_type() -> None:
-    assert host_copy(config(train={"param_dtype": "bfloat16"}), MODEL).bytes == 2000
-    assert host_copy(config(train={"transfer_dtype": "float32"}), MODEL).bytes == 4000
-
-
-def test_the_trainer_keeps_the_version_before_for_deltas() -> None:
-    assert snapshots(config(train={"param_dtype": "bfloat16"}), MODEL).bytes == 2 * 2000
-    whole = config(train={"param_dtype": "bfloat16"}, weight_sync={"encoding": "full"})
-    assert snapshots(whole, MODEL).bytes == 2000
 
 
 @pytest.mark.parametrize(

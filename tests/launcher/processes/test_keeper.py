@@ -57,15 +57,6 @@ def test_a_worker_has_default_handlers_whatever_the_parent_ignores():
     assert not [number for number in numbers if ignored >> (number - 1) & 1]
 
 
-def test_sigterm_is_passed_on(tmp_path: Path):
-    ready, left = tmp_path / "ready", tmp_path / "left"
-    process = keep(ON_TERM.format(ready=str(ready), body=f"open({str(left)!r}, 'w')"))
-    pids(ready)
-    process.terminate()
-    assert process.wait(PATIENCE) == 0
-    assert left.exists()
-
-
 def test_a_worker_that_does_not_leave_is_killed_after_the_grace(tmp_path: Path):
     ready = tmp_path / "ready"
     process = keep(STUBBORN.format(ready=str(ready)), grace=0.2)
@@ -207,11 +198,6 @@ def test_what_is_stopped_is_continued_but_for_sessions_of_their_own(tmp_path: Pa
     process.terminate()
     assert process.wait(PATIENCE) == 128 + signal.SIGTERM, "a stopped one gets the signal at once"
     assert not alive(grandchild)
-
-
-def test_settings_travel_whole():
-    settings = KeeperSettings(7, 1.5, hold="/a", after="/b", remove="/c", under=("nsys", "profile"), environment=3)
-    assert KeeperSettings.from_json(settings.to_json()) == settings
 
 
 # ---- under a profiler ---------------------------------------------------------------------------------------------

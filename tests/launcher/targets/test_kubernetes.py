@@ -7,6 +7,8 @@ import os
 import shutil
 import stat
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +88,7 @@ class Rendered:
 
     def __init__(self, folder: Path, values: dict[str, Any], name: str = "out") -> None:
         self.folder = folder / name
-        written = [f"--set={key}={_toml(value)}" for key, value in values.items()]
-        cosmos("--config", write_job(folder), *written, "--target", "kubernetes", "-o", self.folder).says(0)
+        cosmos(*job_of(folder, values), "--target", "kubernetes", "-o", self.folder).says(0)
         self.base = self.folder / "base"
         self.files = {
             path.name: list(yaml.safe_load_all(path.read_text()))
@@ -121,15 +122,29 @@ class Rendered:
         return container
 
 
+def job_of(folder: Path, values: dict[str, Any]) -> list[object]:
+    """The arguments that name a job with these values."""
+    return ["--config", write_job(folder), *(f"--set={key}={_toml(value)}" for key, value in values.items())]
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f'"{key}" = {_toml(item)}' for key, item in value.items()) + "}"
     return json.dumps(value)
 
 
+Case = Callable[[str], Rendered]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """The objects of a case, rendered once."""
+    return cache(lambda name: Rendered(tmp_path_factory.mktemp(name), CASES[name]))
+
+
 @pytest.fixture(params=CASES)
-def rendered(request: pytest.FixtureRequest, tmp_path: Path) -> Rendered:
-    return Rendered(tmp_path, CASES[request.param])
+def rendered(request: pytest.FixtureRequest, case: Case) -> Rendered:
+    return case(request.param)
 
 
 def test_kubernetes_knows_every_field(rendered: Rendered) -> None:
@@ -199,8 +214,8 @@ def test_every_selector_finds_its_pods(rendered: Rendered) -> None:
         assert wanted.items() <= templates[component]["metadata"]["labels"].items()
 
 
-def test_gpus_and_pods_follow_the_mesh(tmp_path: Path) -> None:
-    rendered = Rendered(tmp_path, CASES["keda"])
+def test_gpus_and_pods_follow_the_mesh(case: Case) -> None:
+    rendered = case("keda")
     jobs = rendered.one("JobSet")["spec"]
     (job,) = jobs["replicatedJobs"]
     assert (job["replicas"], job["template"]["spec"]["completions"]) == (2, 2)
@@ -220,8 +235,8 @@ def test_gpus_and_pods_follow_the_mesh(tmp_path: Path) -> None:
     }
 
 
-def test_an_engine_that_no_node_holds_is_a_group_of_pods(tmp_path: Path) -> None:
-    rendered = Rendered(tmp_path, CASES["engines"], "keda")
+def test_an_engine_that_no_node_holds_is_a_group_of_pods(case: Case, tmp_path: Path) -> None:
+    rendered = case("engines")
     groups = rendered.one("LeaderWorkerSet")
     assert "replicas" not in groups["spec"]
     template = groups["spec"]["leaderWorkerTemplate"]
@@ -240,7 +255,7 @@ def test_an_engine_that_no_node_holds_is_a_group_of_pods(tmp_path: Path) -> None
     assert argv[argv.index("--leader-worker-set") + 1] == "cosmos-rollout"
 
 
-def test_who_scales_may_do_no_more(tmp_path: Path) -> None:
+def test_who_scales_may_do_no_more(case: Case) -> None:
     scale = {
         "apiGroups": ["apps"],
         "resources": ["deployments/scale"],
@@ -248,9 +263,9 @@ def test_who_scales_may_do_no_more(tmp_path: Path) -> None:
         "verbs": ["get", "patch"],
     }
     pods = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "patch"]}
-    followed = Rendered(tmp_path, CASES["command"], "command")
+    followed = case("command")
     assert followed.one("Role")["rules"] == [scale, pods]
-    alone = Rendered(tmp_path, CASES["hpa"], "hpa")
+    alone = case("hpa")
     assert alone.one("Role")["rules"] == [pods]
     argv = alone.container("scaler")["command"]
     assert "--deployment" not in argv
@@ -275,8 +290,7 @@ def test_the_overlay_is_its_owners(tmp_path: Path) -> None:
     assert overlay.read_text().endswith("namePrefix: mine-\n")
     assert yaml.safe_load((again.base / "kustomization.yaml").read_text())["namespace"] == "training"
     overlay.write_text("resources: [mine.yaml]\n")
-    job = ["--config", write_job(tmp_path), *(f"--set={key}={_toml(value)}" for key, value in SMALL.items())]
-    answer = cosmos(*job, "--target", "kubernetes", "-o", rendered.folder).says(0)
+    answer = cosmos(*job_of(tmp_path, SMALL), "--target", "kubernetes", "-o", rendered.folder).says(0)
     assert f"{overlay} does not list base" in answer.stderr
     overlay.write_text("namePrefix: mine-\nresources:\n  - base\n")
     if kubectl := shutil.which("kubectl"):
@@ -317,8 +331,7 @@ def test_tokens_are_kept_when_it_is_rendered_again(tmp_path: Path) -> None:
     ],
 )
 def test_what_pods_cannot_do_is_refused(tmp_path: Path, values: dict[str, Any], words: list[str]) -> None:
-    written = [f"--set={key}={_toml(value)}" for key, value in (SMALL | values).items()]
-    answer = cosmos("--config", write_job(tmp_path), *written, "--target", "kubernetes", "-o", tmp_path / "out")
+    answer = cosmos(*job_of(tmp_path, SMALL | values), "--target", "kubernetes", "-o", tmp_path / "out")
     answer.complains(2, *words)
     assert not (tmp_path / "out").exists()
 
@@ -329,8 +342,7 @@ def test_files_of_the_volume_need_not_be_here(tmp_path: Path) -> None:
         "train.train_policy.dataset.name": "/cosmos/data/train.jsonl",
         "train.train_policy.reward_function": "rewards.py:score",
     }
-    written = [f"--set={key}={_toml(value)}" for key, value in (SMALL | far).items()]
-    job = ["--config", write_job(tmp_path), *written]
+    job = job_of(tmp_path, SMALL | far)
     answer = cosmos(*job, "--target", "kubernetes", "-o", tmp_path / "out").says(0)
     assert answer.stderr.count("warning: ") == 3
     assert "./models/mine is not on this machine: meshes, lengths and options are not checked" in answer.stderr
@@ -355,8 +367,7 @@ def applied(folder: Path, values: dict[str, Any], missing: str) -> tuple[Any, li
     tool.parent.mkdir()
     tool.write_text(KUBECTL.format(folder=folder, missing=missing))
     tool.chmod(0o755)
-    written = [f"--set={key}={_toml(value)}" for key, value in values.items()]
-    job = ["--config", write_job(folder), *written, "--target", "kubernetes", "--apply", "-o", folder / "out"]
+    job = [*job_of(folder, values), "--target", "kubernetes", "--apply", "-o", folder / "out"]
     answer = cosmos(*job, PATH=f"{tool.parent}:/usr/bin:/bin")
     calls = folder / "calls"
     return answer, calls.read_text().splitlines() if calls.exists() else []
@@ -383,6 +394,5 @@ def test_nothing_is_applied_to_a_cluster_that_lacks_a_kind(tmp_path: Path, missi
 
 
 def test_apply_without_kubectl_names_it(tmp_path: Path) -> None:
-    written = [f"--set={key}={_toml(value)}" for key, value in SMALL.items()]
-    job = ["--config", write_job(tmp_path), *written, "--target", "kubernetes", "--apply", "-o", tmp_path / "out"]
+    job = [*job_of(tmp_path, SMALL), "--target", "kubernetes", "--apply", "-o", tmp_path / "out"]
     cosmos(*job, PATH=str(tmp_path)).complains(2, "--apply needs kubectl", str(tmp_path / "out"))
