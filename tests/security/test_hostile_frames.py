@@ -14,7 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schema.wire.frame import FrameError, encode_frame, read_header, unpack_bundle
+from schema.wire.batch import decode_batch
+from schema.wire.frame import FrameError, decode_frame, encode_frame, read_header, unpack_bundle
 from schema.wire.prompts import PromptFile, PromptFileError
 from schema.wire.sample import decode_sample, read_sample_metadata
 from schema.wire.weights import Publication
@@ -61,6 +62,8 @@ HOSTILE: dict[str, bytes] = {
     "a dtype that is a number": frame(json.dumps({"a": entry(0, 1, (1,), 7)}), b"x"),
     "overlapping ranges": frame(json.dumps({"a": entry(0, 2), "b": entry(1, 3)}), b"xyz"),
     "one range twice": frame(json.dumps({"a": entry(0, 2), "b": entry(0, 2)}), b"xy"),
+    "a start after nothing": frame(json.dumps({"a": entry(1, 2, (1,))}), b"xy"),
+    "a shape of booleans": frame(json.dumps({"a": entry(0, 1, (True,))}), b"x"),
     "a gap": frame(json.dumps({"a": entry(0, 1), "b": entry(2, 3)}), b"xyz"),
     "bytes that nobody names": frame(json.dumps({"a": entry(0, 1)}), b"xyz"),
     "metadata that is a list": frame('{"__metadata__": []}'),
@@ -71,7 +74,7 @@ HOSTILE: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_header_is_refused(name: str) -> None:
-    for read in (read_header, unpack_bundle, decode_sample, read_sample_metadata):
+    for read in (read_header, decode_frame, unpack_bundle, decode_sample, read_sample_metadata, decode_batch):
         with pytest.raises(FrameError):
             read(HOSTILE[name])
 

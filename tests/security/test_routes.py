@@ -290,7 +290,8 @@ def test_fields_of_a_registration_have_bounds(http: httpx.Client, field: str, va
         (m.HeartbeatRequest, "leases", ["l"] * (m.MOST_LEASES + 1)),
         (m.HeartbeatRequest, "leases", ["l" * 257]), (m.HeartbeatRequest, "status", "s" * 257),
         (m.CommitRequest, "metrics", {f"m{i}": 1.0 for i in range(m.MOST_METRICS + 1)}),
-        (m.CommitRequest, "metrics", {"": 1.0}), (m.PublishRequest, "uri", "../../etc/passwd"),
+        (m.CommitRequest, "metrics", {"": 1.0}), (m.CommitRequest, "metrics", {"loss": float("nan")}),
+        (m.PublishRequest, "uri", "../../etc/passwd"),
         (m.PublishRequest, "uri", "/etc/passwd"), (m.PublishRequest, "uri", "a/../b"),
         (m.PublishRequest, "uri", "a/b/c"), (m.PublishRequest, "uri", "a" * 513),
         (m.PublishRequest, "n_bytes", 2**53), (m.CheckpointRequest, "path", "/a\n/b"),
@@ -316,9 +317,10 @@ def test_of_a_long_list_the_first_fault_is_told(http: httpx.Client) -> None:
     answer = http.post("/v1/replicas", json=body, headers=bearer("rollout"))
     assert answer.status_code == 422
     assert "snapshot.untrained.0" in answer.json()["detail"]
-    answer = http.post("/v1/replicas", content=b"x" * 1_000_000, headers=bearer("rollout"))
-    assert answer.status_code == 422
-    assert len(answer.content) < 1000
+    for content in (b"x" * 1_000_000, b"", b"{", b"[]", b"\xff\xfe"):
+        answer = http.post("/v1/replicas", content=content, headers=bearer("rollout"))
+        assert (answer.status_code, answer.json()["code"]) == (422, m.ErrorCode.BAD_REQUEST)
+        assert len(answer.content) < 1000
 
 
 def test_every_text_list_and_table_of_a_request_is_bounded() -> None:
