@@ -36,14 +36,42 @@ DIES_TOO = (
 """In front of a command: whoever kills this script must not have to look for its servers (PR_SET_PDEATHSIG)."""
 
 
-class NamedRedis:
+class KilledServer:
+    """A server whose process may be killed, and started again."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._stack.close()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def wake(self, pid: int) -> None:
+        """SIGCONT, if it is still the same process."""
+        if self.pid == pid:
+            os.kill(pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """kill -9; nothing if it is down already."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait(PATIENCE)
+
+
+class NamedRedis(KilledServer):
     """A Valkey with a password and an append-only file behind a TLS-terminating proxy, as an administrator runs it.
 
     The proxy stays when the server is killed: connections break, and new ones are closed until it is back.
     """
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
+        super().__init__()
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-redis-")))
         self._password = secrets.token_urlsafe(24)
         self._certificates = make_certificates(self._directory / "tls")
@@ -55,7 +83,6 @@ class NamedRedis:
             f"port 0\nunixsocket {path}\ndir {self._directory}\nappendonly yes\nappendfsync everysec\n"
             f'save ""\nhz 250\nmaxmemory-policy noeviction\nrequirepass {self._password}\nlogfile valkey.log\n'
         )
-        self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
 
     def __enter__(self) -> NamedRedis:
@@ -68,10 +95,6 @@ class NamedRedis:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        self._stack.close()
-
     @property
     def keys(self) -> str:
         """The section [redis] of a job that uses this server."""
@@ -80,15 +103,6 @@ class NamedRedis:
     @property
     def environment(self) -> dict[str, str]:
         return {"COSMOS_REDIS_PASSWORD": self._password}
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    def wake(self, pid: int) -> None:
-        """SIGCONT, if it is still the same process."""
-        if self.pid == pid:
-            os.kill(pid, signal.SIGCONT)
 
     def start(self) -> None:
         """Start, and wait until it has loaded its file."""
@@ -103,24 +117,13 @@ class NamedRedis:
         except redis.RedisError:
             return False
 
-    def kill(self) -> None:
-        """kill -9; nothing if it is down already."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait(PATIENCE)
 
-
-class ObjectStore:
+class ObjectStore(KilledServer):
     """An S3 server to upload checkpoints to. What is killed is the process in front of it.
 
     Moto keeps its objects in memory and would forget them; a real store does not. So its server stays, and clients
     reach it through a process of ours, which goes down like a store: connections break, new ones are refused.
     """
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._front: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ObjectStore:
         try:
@@ -132,10 +135,6 @@ class ObjectStore:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        self._stack.close()
-
     @property
     def keys(self) -> str:
         """What a job's [train.ckpt] needs to upload everything here."""
@@ -145,19 +144,10 @@ class ObjectStore:
     def environment(self) -> dict[str, str]:
         return {**self._behind.environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._port}"}
 
-    @property
-    def pid(self) -> int | None:
-        return None if self._front is None else self._front.pid
-
-    def wake(self, pid: int) -> None:
-        """SIGCONT, if it is still the same process."""
-        if self.pid == pid:
-            os.kill(pid, signal.SIGCONT)
-
     def start(self) -> None:
         """Start, and wait until it takes connections."""
         command = [*DIES_TOO, sys.executable, "-m", "tests.chaos.servers", str(self._port), str(self._behind.port)]
-        self._front = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        self._process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         until(self._listens, "the front of the object store")
 
     def _listens(self) -> bool:
@@ -166,13 +156,6 @@ class ObjectStore:
         except OSError:
             return False
         return True
-
-    def kill(self) -> None:
-        """kill -9; nothing if it is down already."""
-        process, self._front = self._front, None
-        if process is not None:
-            process.kill()
-            process.wait(PATIENCE)
 
     def missing(self, run_dir: Path) -> list[str]:
         """Violations: what a finished run holds and the store does not, byte for byte, and parts left under way."""

@@ -7,7 +7,7 @@ reward function sleeps, so that kills find processes at work.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.chaos.judge import Shape
@@ -142,41 +142,16 @@ class Setting:
     def shape(self) -> Shape:
         return Shape(self.rows, self.epochs, self.groups_per_step, self.samples, self.bound)
 
-    def write(
-        self,
-        folder: Path,
-        model: Path,
-        *,
-        seed: int,
-        ranks: int,
-        policies: int = 1,
-        redis: str = "",
-        upload: str = "",
-    ) -> Path:
-        """The job's configuration and its reward function below `folder`; the configuration's path."""
+    def write(self, folder: Path, model: Path, *, seed: int, ranks: int, policies: int = 1, **servers: str) -> Path:
+        """Write the job's configuration, with the keys of `redis` and `upload`, and its reward below `folder`.
+
+        Returns the configuration's path.
+        """
         (folder / "reward.py").write_text(REWARD)
         path = folder / "job.toml"
-        path.write_text(
-            CONFIG.format(
-                model=model,
-                ranks=ranks,
-                policies=policies,
-                engine=self.engine,
-                samples=self.samples,
-                rollout=VLLM if self.engine == "vllm" else "",
-                replicas=self.replicas,
-                pause=self.pause,
-                out=folder,
-                seed=seed,
-                epochs=self.epochs,
-                batch=self.groups_per_step * self.samples // policies,
-                bound=self.bound,
-                rows=self.rows,
-                save_freq=self.save_freq,
-                save_mode=self.save_mode,
-                upload=upload,
-                validation_freq=self.validation_freq,
-                redis=redis,
-            )
-        )
+        values = asdict(self) | {"model": model, "out": folder, "seed": seed, "ranks": ranks, "policies": policies}
+        values |= {"redis": "", "upload": ""} | servers
+        values["rollout"] = VLLM if self.engine == "vllm" else ""
+        values["batch"] = self.groups_per_step * self.samples // policies
+        path.write_text(CONFIG.format(**values))
         return path
