@@ -103,15 +103,9 @@ def test_every_route_answers_its_callers_and_nobody_else(stage: Stage) -> None:
                 assert path.partition("?")[0] in detail or "rollout replica" in detail
 
 
-WRONG = (None, "Bearer wrong", "Basic dXNlcjp4", "Bearer", "user-token", "Bearer \xff")
-
-
-def test_without_a_valid_token_everything_is_shut(door: httpx.Client) -> None:
-    """Every route without a token, and each wrong header at a few of them."""
-    asked = [(None, rule) for rule in RULES] + [(header, rule) for header in WRONG for rule in RULES[::9]]
-    for header, (method, path, _) in asked:
-        headers = {} if header is None else {"authorization": header.encode("latin-1")}
-        answer = door.request(method, path, headers=headers)  # type: ignore[arg-type]
+def test_without_a_token_everything_is_shut(door: httpx.Client) -> None:
+    for method, path, _ in RULES:
+        answer = door.request(method, path)
         assert answer.status_code == 401, f"{method} {path}: {answer.text}"
         assert answer.headers["content-type"] == "application/problem+json"
         assert answer.headers["www-authenticate"] == "Bearer"

@@ -18,7 +18,7 @@ from schema.wire import messages as m
 from schema.wire.frame import encode_frame, pack_bundle
 from schema.wire.messages import ErrorCode, LeaseStatus
 from tests.controller.conftest import Stage, asking, refused
-from tests.controller.drivers import make_frame, make_header, request_id, train_step
+from tests.controller.drivers import make_frame, make_header, train_step
 from tests.support.controller import TOKENS, make_config
 from tests.support.metric_names import undocumented_families
 from tests.support.served import ServedController
@@ -41,33 +41,6 @@ def test_unknown_paths_and_methods_are_problems(idle: ServedController) -> None:
     assert send(idle.url, "user", "POST", "/v1/job/explode").status == 422
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"\xff\xfe",
-        b'{"request_id": "short"}',
-        json.dumps({"request_id": "long-enough", "role": "king", "name": "x"}).encode(),
-        json.dumps({"request_id": "long-enough", "role": "rollout", "name": "x", "more": 1}).encode(),
-    ],
-)
-def test_bodies_that_do_not_fit_name_the_field(idle: ServedController, body: bytes) -> None:
-    problem = send(idle.url, "rollout", "POST", "/v1/replicas", content=body)
-    assert (problem.status, problem.code) == (422, ErrorCode.BAD_REQUEST)
-    assert problem.detail
-
-
-def test_numbers_that_are_none_are_refused(stage: Stage) -> None:
-    served, trainer, _ = stage.at_work()
-    mine = {"replica_id": trainer.reply.replica_id, "incarnation": 1, "policy_epoch": 1}
-    body = json.dumps({**mine, "request_id": request_id(), "metrics": {"loss": float("nan")}}).encode()
-    problem = send(served.url, "policy", "POST", "/v1/steps/0/commit", content=body)
-    assert (problem.status, problem.code) == (422, ErrorCode.BAD_REQUEST)
-    assert "metrics.loss" in problem.detail
-
-
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_body_over_the_limit_is_refused_and_the_sender_gets_the_answer(stage: Stage, announced: bool) -> None:
     url = stage.serve(make_config(controller={"max_request_bytes": 100_000})).url
@@ -80,9 +53,6 @@ def test_a_body_over_the_limit_is_refused_and_the_sender_gets_the_answer(stage: 
 
 BAD_FRAMES = {
     "empty": b"",
-    "short": b"\x00" * 7,
-    "length beyond the end": b"\xff" * 8,
-    "no json": (5).to_bytes(8, "little") + b"nojsn",
     "no header": encode_frame({}, {}),
     "truncated": make_frame(make_header(0, 0))[:-1],
     "header of another shape": encode_frame({}, {"sample": '{"index": 0}'}),
@@ -129,33 +99,6 @@ def test_a_future_version_is_a_refusal_of_that_sample_alone(stage: Stage) -> Non
     reply = rollout.client.send(api.push_many(pushes, frames))
     assert [result.code for result in reply.results] == [ErrorCode.FUTURE_VERSION, None]
     assert rollout.push(group, make_header(0, 0)).accepted
-
-
-def test_versions_from_before_the_lease_are_refused(stage: Stage) -> None:
-    _, trainer, rollout = stage.at_work()
-    rollout.finish(rollout.lease(2).groups)
-    trainer.batch(0)
-    trainer.commit(0)
-    trainer.publish(1)
-    rollout.update()
-    group = rollout.lease().groups[0]
-    assert rollout.push(group, make_header(0, 0)).code is ErrorCode.CONFLICT
-
-
-def test_samples_of_nobody_and_of_groups_never_leased_are_refused(stage: Stage) -> None:
-    _, _, rollout = stage.at_work()
-    group = rollout.lease().groups[0]
-    mine, lease = rollout.reply.replica_id, group.lease_id
-
-    def pushed(group_id: str, lease_id: str, index: int, inside: int, replica: str = mine) -> m.PushResult:
-        call = api.push(group_id, lease_id, index, make_frame(make_header(inside, 0)), replica)
-        return rollout.client.send(call).results[0]
-
-    assert refused(pushed, group.group_id, lease, 0, 0, "ghost.1").code is ErrorCode.UNKNOWN_REPLICA
-    assert pushed("e0-p11", "invented", 0, 0).code is ErrorCode.NOT_FOUND
-    assert pushed(group.group_id, "invented", 0, 0).code is ErrorCode.LEASE_LOST
-    assert pushed(group.group_id, lease, 2, 2).code is ErrorCode.BAD_REQUEST, "outside of the group"
-    assert pushed(group.group_id, lease, 1, 0).code is ErrorCode.BAD_REQUEST, "its frame is of another index"
 
 
 def test_pushes_commits_and_leases_can_be_repeated(stage: Stage) -> None:

@@ -93,14 +93,6 @@ def test_the_whole_way_of_a_group() -> None:
     assert ledger.table.status().staleness == {0: 4}
 
 
-def test_at_most_one_bound_of_groups_is_outstanding() -> None:
-    ledger = make()
-    assert len(lease(ledger, 100)) == 4
-    decision = ledger.lease("r", "another-request", 0, 0, 1, now=0.0)
-    assert decision.refusal is not None
-    assert "4 groups are outstanding" in decision.refusal.reason
-
-
 def test_the_level_counts_what_is_leased_and_what_the_bound_leaves() -> None:
     ledger = make()
     assert [ledger.level(among) for among in (1, 2, 3, 100)] == [4, 2, 2, 1]
@@ -235,14 +227,6 @@ def test_a_failed_reward_is_never_a_score(policy: Any, state: GroupState, reason
     assert Group.from_rows(group.to_row()).error == "ValueError: no"
     if policy == "retry":
         assert list(group.samples) == [1], "the sample that was scored is kept"
-
-
-def test_groups_without_signal_are_dropped_and_make_room() -> None:
-    ledger = make(filter_metrics=("right",))
-    (group,) = lease(ledger, 1)
-    fill(ledger, group, rewards={"right": 1.0})
-    assert (group.state, group.reason) == (GroupState.DROPPED, DropReason.ZERO_VARIANCE)
-    assert ledger.table.outstanding == 0
 
 
 EQUAL = {"rewards": {"right": 1.0}}
@@ -586,13 +570,3 @@ def test_a_suspect_waits_for_an_idle_replica() -> None:
     assert alone.id == suspect.id
     restored.replica_gone("r")
     assert (alone.state, alone.reason) == (GroupState.DROPPED, DropReason.POISON)
-
-
-def test_expired_leases_and_silent_replicas_cost_no_attempt() -> None:
-    ledger = make(max_attempts=1, lease_timeout=10.0)
-    for attempt in range(5):
-        (group,) = lease(ledger, 1, request=f"expired-{attempt}")
-        assert ledger.expire(now=100.0) == 1
-        (group,) = lease(ledger, 1, request=f"silent-{attempt}")
-        ledger.replica_gone("r", failed=False)
-    assert (group.state, group.crashes, group.failures) == (GroupState.WAITING, 0, 0)

@@ -10,7 +10,7 @@ from controller.client import calls as api
 from schema.wire import messages as m
 from schema.wire.messages import ErrorCode, LeaseStatus, Phase
 from tests.controller.conftest import Stage, refused
-from tests.controller.drivers import Rollout, Trainer, make_header, request_id, train_step
+from tests.controller.drivers import Trainer, make_header, train_step
 from tests.support.controller import make_config
 from tests.support.served import ServedController, served_controller
 
@@ -30,12 +30,6 @@ def test_registration_tells_a_replica_all_it_needs(stage: Stage) -> None:
     assert reply.data_file == str(served.job.run_dir / "data" / "train.safetensors")
     assert trainer.reply.policy_epoch > 0
     assert trainer.reply.publication is None
-
-
-def test_a_repeated_registration_gets_the_same_answer(stage: Stage) -> None:
-    client = stage.client(stage.serve(), "rollout")
-    request = m.RegisterRequest(request_id=request_id(), role="rollout", name="r")
-    assert client.send(api.register(request)) == client.send(api.register(request))
 
 
 def test_an_older_incarnation_is_refused_everywhere(stage: Stage) -> None:
@@ -339,13 +333,6 @@ def test_gauges_and_versions_are_shown(stage: Stage) -> None:
     user.send(api.operate("resume"))
     stage.trainer(served).register(resume_step=0)
     assert user.send(api.job()).reward is None, "every step is undone"
-
-
-def test_the_two_roles_do_not_share_a_name(stage: Stage) -> None:
-    served = stage.serve()
-    stage.trainer(served, "same").register()
-    rollout: Rollout = stage.rollout(served, "same")
-    assert refused(rollout.register).code is ErrorCode.CONFLICT
 
 
 def test_trouble_beside_the_training_is_the_last_error(stage: Stage) -> None:
