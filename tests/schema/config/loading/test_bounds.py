@@ -212,6 +212,22 @@ def test_thousands_of_digits(tmp_path: Path) -> None:
     assert "2^63" in problem.hint
 
 
+HUGE = 10**4000 + 7
+
+
+def test_integers_that_no_computer_word_holds_are_refused_wherever_they_stand(tmp_path: Path) -> None:
+    deep = {"mine": [1, 2**1023, {"deep": [{"er": -(2**1023)}]}]}
+    data = changed(GRPO, train__train_batch_per_replica=HUGE, policy__parallelism__n_init_replicas=-HUGE, custom=deep)
+    found = {problem.key: problem.message for problem in refusal(data).problems}
+    keys = {"train.train_batch_per_replica", "policy.parallelism.n_init_replicas"}
+    assert found.keys() == keys | {"custom.mine[1]", "custom.mine[2].deep[0].er"}
+    assert "an integer of 13288 bits" in found["train.train_batch_per_replica"]
+    assert check_config(changed(GRPO, custom={"mine": [2**1023 - 1, -(2**70)]})).custom
+    (tmp_path / "run.toml").write_text(f"[train]\nepoch = 0x{'F' * 5000}\n")
+    (problem,) = [one for one in refusal(str(tmp_path / "run.toml")).problems if one.key == "train.epoch"]
+    assert (problem.line, problem.column) == (2, 1)
+
+
 # ---- sizes ------------------------------------------------------------------------------------------------
 
 SIZES = [

@@ -63,22 +63,6 @@ def test_a_sound_file_loads(tmp_path: Path) -> None:
     assert config.staleness_bound == 4
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.toml: no such file"):
-        load_config(tmp_path / "absent.toml")
-
-
-def test_a_directory_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be read: Is a directory"):
-        load_config(tmp_path)
-
-
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_bytes(b"[train]\nx = '\xff'")
-    with pytest.raises(ConfigError, match=r"not a text in UTF-8 \(byte 13\)"):
-        load_config(tmp_path / "run.toml")
-
-
 @pytest.mark.parametrize(
     ("content", "line", "hint"),
     [
@@ -96,10 +80,6 @@ def test_broken_toml_names_line_and_remedy(tmp_path: Path, content: str, line: i
     assert problem.column
     assert problem.message.startswith("broken TOML: ")
     assert hint in problem.hint
-
-
-def test_too_deep_toml_is_broken_toml(tmp_path: Path) -> None:
-    assert "nested too deeply" in only(tmp_path, "x = " + "[" * 50_000).message
 
 
 def test_a_key_twice(tmp_path: Path) -> None:
