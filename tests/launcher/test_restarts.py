@@ -43,15 +43,6 @@ def test_a_healthy_stretch_begins_a_new_streak():
     assert restarts.total == 5
 
 
-def test_just_short_of_healthy_counts_on():
-    restarts = Restarts("policy-0", Role.POLICY, BUDGET)
-    for attempt in range(1, 4):
-        restarts.started(0.0)
-        verdict = exited(restarts, 99.9, 1)
-        assert isinstance(verdict, Restart)
-        assert verdict.attempt == attempt
-
-
 ENDS = [
     *((role, 2, 2, ("configuration",)) for role in Role),
     (Role.POLICY, 4, 1, ("no checkpoint", "train.ckpt.enable_checkpoint")),
@@ -171,10 +162,3 @@ def test_exit_codes_in_words():
 )
 def test_what_was_killed_from_outside_has_not_crashed(code: int, crash: bool):
     assert is_crash(code) is crash
-
-
-def test_four_unrelated_kills_in_a_week_do_not_end_a_job():
-    restarts, day = Restarts("rollout-0", Role.ROLLOUT, RestartBudget(3, 1.0, 60.0)), 86_400.0
-    for number in range(7):
-        restarts.started(number * day)
-        assert exited(restarts, number * day + 3600.0, 137) == Restart(1.0, 1, 3, "killed by SIGKILL")

@@ -82,13 +82,6 @@ def test_minus_one_is_one_rank_on_cpu():
     assert needs(job, 0).policy_ranks == 1
 
 
-def test_several_ranks_run_on_cpu_too():
-    job = config(policy={"parallelism": {"dp_shard_size": 2}})
-    ranks = place(job, Machine(cores=2))[0].processes
-    assert [spec.env["RANK"] for spec in ranks] == ["0", "1"]
-    assert {spec.env["WORLD_SIZE"] for spec in ranks} == {"2"}
-
-
 def shown(job: Config, count: int) -> dict[str, tuple[int, ...]]:
     return {replica.name: replica.devices for replica in place(job, Machine(cores=8, gpus=gpus(count)))}
 
@@ -254,11 +247,6 @@ def test_too_few_gpus_are_refused_with_numbers():
     job = config(policy={"parallelism": {"dp_shard_size": 4}})
     with pytest.raises(PlacementError, match=r"needs 5 GPUs .* this machine has 2"):
         place(job, Machine(cores=8, gpus=gpus(2)))
-
-
-def test_supervised_training_has_no_rollout_replicas():
-    job = config(train={"train_policy": {"type": "sft"}})
-    assert [replica.role for replica in place(job, Machine(cores=2))] == [Role.POLICY]
 
 
 @given(

@@ -8,7 +8,6 @@ import json
 import os
 import stat
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -110,21 +109,6 @@ def test_a_file_system_without_locks_is_refused_as_such(tmp_path: Path, monkeypa
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.raises(LaunchError, match=r"output_dir: .* cannot be locked: No locks available"):
         run.lock()
-
-
-def test_a_killed_launcher_frees_its_lock(tmp_path: Path):
-    run = make(RunDir(tmp_path / "mine"), job(tmp_path))
-    script = (
-        "import sys, time; from pathlib import Path; from launcher.plan.rundir import RunDir; "
-        "run = RunDir(Path(sys.argv[1])); run.lock(); print('locked', flush=True); time.sleep(600)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script, str(run.path)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"locked\n"
-    assert run.is_alive()
-    process.kill()
-    process.wait(PATIENCE)
-    assert not run.is_alive()
 
 
 def test_two_that_begin_in_the_same_second_take_two_directories(tmp_path: Path):
