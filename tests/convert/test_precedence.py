@@ -316,31 +316,6 @@ def test_frozen_modules_are_named() -> None:
 
 # --- files that leave the rest to others ----------------------------------------------------------------------
 
-VERL_SCRIPT = "set -x\npython3 -m verl.trainer.main_ppo \\\n  data.train_batch_size=1024 \\\n  trainer.nnodes=1 $@\n"
-SCRIPTS = {
-    "verl": ("run.sh", VERL_SCRIPT, ["python3 -m verl.trainer.main_ppo", "--cfg job --resolve", "convert"]),
-    "verl's recipe": (
-        "run.sh",
-        "#!/bin/bash\npython3 -m recipe.dapo.main_dapo data.seed=1\n",
-        ["-m recipe.dapo.main_dapo … --cfg job --resolve"],
-    ),
-    "without an ending": ("run", "#!/usr/bin/env bash\n" + VERL_SCRIPT, ["--cfg job --resolve"]),
-    "ROLL": (
-        "run.sh",
-        "python examples/start_rlvr_pipeline.py --config_path $P --config_name rlvr_config\n",
-        ["--config_path", "YAML"],
-    ),
-    "cosmos-rl": ("run.sh", "cosmos-rl --config configs/run.toml launcher.py\n", ["--config", "TOML"]),
-}
-
-
-@pytest.mark.parametrize(("name", "text", "words"), SCRIPTS.values(), ids=SCRIPTS)
-def test_a_script_is_refused_with_the_way_to_its_configuration(name: str, text: str, words: list[str]) -> None:
-    (problem,) = refused(convert_text, text, name)
-    assert "shell script" in problem.message
-    assert all(word in problem.hint for word in words), problem.hint
-
-
 HYDRA = {
     "a base and a group": (
         verl,

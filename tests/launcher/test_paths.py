@@ -9,7 +9,6 @@ import pytest
 
 from launcher.paths import resolved
 from schema.config import Config, check_config
-from schema.config.secrets import cut
 from schema.config.sections.teacher import TeacherConfig
 from tests.launcher.samples import config
 
@@ -72,23 +71,6 @@ def test_the_result_is_a_sound_configuration_and_stable():
 def test_supervised_training_has_fewer_paths():
     data = resolved(config(train={"train_policy": {"type": "sft"}, "output_dir": "~/runs"}))
     assert data["train"]["output_dir"] == os.path.expanduser("~/runs")
-
-
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("", ""),
-        ("redis://host:6379/0", "redis://host:6379/0"),
-        ("redis://:secret@host:6379/0", "redis://host:6379/0"),
-        ("rediss://user:p@ss@host", "rediss://host"),
-        ("unix:///run/redis.sock", "unix:///run/redis.sock"),
-        ("unix://user:secret@/run/redis.sock", "unix:///run/redis.sock"),
-        ("redis://host?password=secret&db=2", "redis://host?db=2"),
-        ("unix:///run/redis.sock?username=u&password=secret", "unix:///run/redis.sock"),
-    ],
-)
-def test_passwords_are_not_written_down(url: str, shown: str):
-    assert cut(url) == shown
 
 
 def test_files_and_the_tokenizer_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

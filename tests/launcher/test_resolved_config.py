@@ -6,13 +6,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from launcher.paths import resolved
 from launcher.resolved_config import Value, lines, values
 from schema.config import check_config
 from schema.config.loading.load import LoadedConfig, load
-from schema.config.secrets import masked
 from tests.launcher.samples import write_job
 
 
@@ -67,25 +64,6 @@ def test_a_key_that_follows_another_names_that_writer(tmp_path: Path) -> None:
     loaded = load(write_job(tmp_path), ["train.train_policy.temperature=0.5"])
     assert shown(loaded)["rollout.sampling_config.temperature"].value == 0.5
     assert shown(loaded)["rollout.sampling_config.temperature"].origin == "set"
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "expected"),
-    [
-        (("redis", "url"), "redis://user:pass@host:1/0", "redis://user:***@host:1/0"),
-        (("redis", "url"), "redis://:pass@host", "redis://:***@host"),
-        (("redis", "url"), "redis://host/0?password=pass&db=2", "redis://host/0?password=***&db=2"),
-        (("redis", "url"), "unix:///run/redis.sock", "unix:///run/redis.sock"),
-        (("custom", "api_token"), "pass", "***"),
-        (("custom",), {"my": {"password": "pass", "n": 3}}, {"my": {"password": "***", "n": 3}}),
-        (("custom", "list"), ["https://key@host/x"], ["https://***@host/x"]),
-        (("policy", "tokenizer_name_or_path"), "a/b", "a/b"),
-        (("custom", "token"), "", ""),
-        (("custom", "max_tokens"), 5, 5),
-    ],
-)
-def test_secrets_are_masked(path: tuple[str, ...], value: Any, expected: Any) -> None:
-    assert masked(value, path[-1]) == expected
 
 
 def test_no_secret_is_printed(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ ADDRESSES = [  # with the secret, cut, masked
     (f"redis://me:{S}/x9@h:1/0", "redis://h:1/0", "redis://me:***@h:1/0"),
     (f"postgresql://:a#{S}?@h/db", "postgresql://h/db", "postgresql://:***@h/db"),
     (f"redis://me:{S}/b@c@h:1", "redis://h:1", "redis://me:***@h:1"),
+    (f"unix://user:{S}@/run/redis.sock", "unix:///run/redis.sock", "unix://user:***@/run/redis.sock"),
+    (f"unix:///r.sock?username=u&password={S}", "unix:///r.sock", "unix:///r.sock?username=u&password=***"),
     (f"see https://u:{S}@h/a and b", "see https://h/a and b", "see https://u:***@h/a and b"),
 ]  # fmt: skip
 

@@ -68,6 +68,16 @@ SCRIPTS = {
         "a shell script of verl",
         "-m verl.trainer.main_ppo",
     ),
+    "recipe.sh": (
+        "#!/bin/bash\npython3 -m recipe.dapo.main_dapo data.seed=1\n",
+        "a shell script of verl",
+        "-m recipe.dapo.main_dapo … --cfg job --resolve",
+    ),
+    "run": (
+        "#!/usr/bin/env bash\npython3 -m verl.trainer.main_ppo trainer.nnodes=1 $@\n",
+        "a shell script of verl",
+        "--cfg job --resolve",
+    ),
     "words": (f"verl.trainer.sft_trainer\n{_OVERRIDES}", "words of a command line of verl", "-m verl.trainer.sft_tr"),
     "overrides": (
         "algorithm.adv_estimator=grpo\n++data.train_files=x",
