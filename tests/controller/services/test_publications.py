@@ -197,14 +197,6 @@ def test_a_trainer_that_attached_none_is_told_again(stage: Stage) -> None:
     assert not publish(trainer, 0, begins=6).anchor
 
 
-def test_a_lost_answer_is_given_again(stage: Stage) -> None:
-    _, trainer, rollout = stage.at_work()
-    report(rollout, 1, status="unreadable")
-    request = trainer.publish_request(0).model_copy(update={"kind": "delta", "begins": 1})
-    assert trainer.client.send(api.publish(request)).anchor
-    assert trainer.client.send(api.publish(request)).anchor
-
-
 def test_an_old_publication_that_comes_again_changes_nothing(stage: Stage) -> None:
     """It neither requests an anchor nor counts as told what only its first answer told."""
     served, trainer, rollout = stage.at_work(make_config(weight_sync={"keep": 1}))
