@@ -76,16 +76,10 @@ def test_a_name_that_another_replica_took_costs_no_budget():
         assert verdict == Restart(1.0, 0, 3, "another replica lives under its name")
 
 
-def test_a_trainer_that_the_others_refuse_is_not_started_again():
-    assert exited(Restarts("policy-1", Role.POLICY, BUDGET), 0.0, 6) == Left()
-
-
-def test_data_that_is_prepared_has_left():
-    assert exited(Restarts("data", Role.DATA, BUDGET), 0.0, 0) == Left()
-
-
 def test_leaving_in_order():
     assert exited(Restarts("rollout-0", Role.ROLLOUT, BUDGET), 0.0, 0, needed=False) == Left()
+    assert exited(Restarts("data", Role.DATA, BUDGET), 0.0, 0) == Left(), "they are prepared"
+    assert exited(Restarts("policy-1", Role.POLICY, BUDGET), 0.0, 6) == Left(), "the others refuse this trainer"
     missed = exited(Restarts("policy-0", Role.POLICY, BUDGET), 0.0, 0, needed=True)
     assert isinstance(missed, Restart)
     assert "still needs it" in missed.reason

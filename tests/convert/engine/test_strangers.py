@@ -11,6 +11,7 @@ from convert import convert_text
 from convert.engine.model import Conversion, Outcome
 from convert.engine.write import to_json, to_report, to_toml
 from schema.config import ConfigError, check_config
+from tests.convert.files import nest, yaml_text
 from tests.schema.config_samples import refused
 
 _VERL = "algorithm: {adv_estimator: grpo}\n"
@@ -18,11 +19,14 @@ _SFT = "data: {train_files: x.parquet}\nmodel: {path: m}\noptim: {lr: 1e-5}\n"
 _ROLL = "pretrain: m\nrollout_batch_size: 8\nadv_estimator: grpo\n"
 _COSMOS = "[policy]\nmodel_name_or_path = 'm'\n[train.train_policy]\ntype = 'grpo'\n"
 
+
+def _with(base: str, key: str, value: object) -> tuple[str, str]:
+    """A file with one key more, and the key."""
+    return base + yaml_text(nest({key: value})), key
+
+
 REFUSED = {
-    "verl algorithm": (
-        _VERL + "actor_rollout_ref: {actor: {sft_loss_coef: 0.1}}",
-        "actor_rollout_ref.actor.sft_loss_coef",
-    ),
+    "verl algorithm": _with(_VERL, "actor_rollout_ref.actor.sft_loss_coef", 0.1),
     "verl rollout": (_VERL + "actor_rollout_ref: {rollout: {n_agent: 5}}", "actor_rollout_ref.rollout.n_agent"),
     "verl reference": (_VERL + "actor_rollout_ref: {ref: {mixing: 0.5}}", "actor_rollout_ref.ref.mixing"),
     "verl critic": (_VERL + "critic: {target_tau: 0.5}", "critic.target_tau"),
@@ -36,10 +40,7 @@ REFUSED = {
     "a fork's samples": (_VERL + "trainer: {use_log_prob_filter: true}", "trainer.use_log_prob_filter"),
     "a fork's asynchronous trainer": (_VERL + "async_training: {min_ess: 1.1}", "async_training.min_ess"),
     "a fork's sampler": (_VERL + "trainer: {v1: {sampler: {tau: 8}}}", "trainer.v1.sampler.tau"),
-    "another engine": (
-        _VERL + "actor_rollout_ref: {actor: {torchtitan: {mine: 1}}}",
-        "actor_rollout_ref.actor.torchtitan.mine",
-    ),
+    "another engine": _with(_VERL, "actor_rollout_ref.actor.torchtitan.mine", 1),
     "a fork's SFT trainer": (_SFT + "trainer: {dynamic_sampling: true}", "trainer.dynamic_sampling"),
     "a fork's loss": (_SFT + "loss: {focal_gamma: 2}", "loss.focal_gamma"),
     "a fork's adapters": (_SFT + "lora: {r: 8}", "lora.r"),
@@ -50,18 +51,12 @@ REFUSED = {
     "zero may be the change": ("algorithm: {adv_estimator: grpo, smoothing: 0}", "algorithm.smoothing"),
     "below a table of its own": ("algorithm: {adv_estimator: grpo, mine: {deep: {x: 1}}}", "algorithm.mine.deep.x"),
     "a list": ("algorithm: {adv_estimator: grpo, sources: [a, b]}", "algorithm.sources"),
-    "a value that is not understood": (
-        _VERL + "actor_rollout_ref: {actor: {optim: {lr: fast}}}",
-        "actor_rollout_ref.actor.optim.lr",
-    ),
+    "a value that is not understood": _with(_VERL, "actor_rollout_ref.actor.optim.lr", "fast"),
     "another class": ("algorithm: {adv_estimator: grpo, _target_: mine.Config}", "algorithm._target_"),
     "verl SFT's data": (_SFT.replace("{train", "{reweight: true, train"), "data.reweight"),
     "verl SFT's optimizer": (_SFT.replace("{lr", "{layer_decay: 0.9, lr"), "optim.layer_decay"),
     "ROLL's top": (_ROLL + "sft_loss_coef: 0.1", "sft_loss_coef"),
-    "ROLL's actor": (
-        _ROLL + "actor_train: {training_args: {layer_decay: 0.9}}",
-        "actor_train.training_args.layer_decay",
-    ),
+    "ROLL's actor": _with(_ROLL, "actor_train.training_args.layer_decay", 0.9),
     "ROLL's engine": (_ROLL + "actor_infer: {generating_args: {n_agent: 5}}", "actor_infer.generating_args.n_agent"),
     "ROLL's rewards": (
         _ROLL + "rewards: {math: {mine: 1, worker_cls: roll.MathRuleRewardWorker}}",

@@ -35,18 +35,13 @@ def test_supervised_training_shows_the_held_out_loss():
     view = View(status=status, first_held_out=3.5)
     assert "held_out=1.25" in line(view)
     assert "loss 1.250, accuracy 0.500 at version 10  (before: 3.500)" in drawn(view)
+    text = line(View(status=job_status(mode="sft", reward=None, staleness_mean=None)))
+    assert "loss=0.250" in text
+    assert not [word for word in ("staleness", "queue", "reward") if word in text]
 
 
 def test_a_line_before_the_first_status_names_the_stage():
     assert line(View(stage="preparing data", elapsed=3.4)) == 'phase=starting stage="preparing data" elapsed=3s'
-
-
-def test_a_line_of_supervised_training_shows_the_loss_and_no_staleness():
-    text = line(View(status=job_status(mode="sft", reward=None, staleness_mean=None)))
-    assert "loss=0.250" in text
-    assert "staleness" not in text
-    assert "queue" not in text
-    assert "reward" not in text
 
 
 def test_errors_and_a_silent_controller_are_in_the_line():
