@@ -570,3 +570,13 @@ def test_a_suspect_waits_for_an_idle_replica() -> None:
     assert alone.id == suspect.id
     restored.replica_gone("r")
     assert (alone.state, alone.reason) == (GroupState.DROPPED, DropReason.POISON)
+
+
+def test_expired_leases_and_silent_replicas_cost_no_attempt() -> None:
+    ledger = make(max_attempts=1, lease_timeout=10.0)
+    for attempt in range(5):
+        (group,) = lease(ledger, 1, request=f"expired-{attempt}")
+        assert ledger.expire(now=100.0) == 1
+        (group,) = lease(ledger, 1, request=f"silent-{attempt}")
+        ledger.replica_gone("r", failed=False)
+    assert (group.state, group.crashes, group.failures) == (GroupState.WAITING, 0, 0)

@@ -28,6 +28,13 @@ def refusal(call: object, *arguments: object, **named: object) -> ErrorCode:
     return refused.value.code
 
 
+def test_a_repeated_registration_gets_the_same_incarnation(registry: Registry) -> None:
+    first = registry.register(request(), 0.0)
+    again = registry.register(request(), 1.0)
+    assert again.repeated
+    assert again.replica is first.replica
+
+
 def test_only_the_newest_incarnation_is_heard(registry: Registry) -> None:
     old = registry.register(request(number=0), 0.0).replica
     new = registry.register(request(number=1), 1.0)

@@ -68,6 +68,7 @@ def test_every_key_is_judged_alike(validator: jsonschema.Draft202012Validator) -
     for model in sections():
         judge = validator.evolve(schema={"$ref": f"#/$defs/{model.__name__}", "$defs": DEFS})
         needed = {"type": "sft"} if model is SFTDataConfig else {}
+        assert not judge.is_valid({**needed, "epohc": 1}), f"{model.__name__} takes unknown keys"
         for name in model.model_fields:
             for value in ODD:
                 data = {**needed, name: value}
