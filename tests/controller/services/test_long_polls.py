@@ -130,6 +130,20 @@ def test_a_lease_request_that_was_withdrawn_is_granted_nothing(stage: Stage) -> 
     assert (info.name, info.leases) == ("rollout-1", 0)
 
 
+def test_a_replica_that_is_lost_while_it_waits_is_granted_nothing(stage: Stage) -> None:
+    """Its machine may have lost its power, with the connection still open."""
+    served, _, first = stage.at_work()
+    second = stage.joined(served, "rollout-1")
+    first.lease(4)
+    waiting = held_open(served, lambda: second.lease(4, LONG))
+    for name in ("rollout-1", "rollout-0"):
+        stage.client(served).send(api.replica_exited(name, "killed"))
+    assert waiting.result(SOON).status is LeaseStatus.THROTTLED
+    states = stage.states(served)
+    assert (states["rollout-0"], states["rollout-1"]) == ("lost", "lost")
+    assert second.lease(4).status is LeaseStatus.GRANTED, "who asks again is there again"
+
+
 @pytest.mark.parametrize(
     "path", ["/v1/steps/0/batch?policy_epoch={}&wait_s=60", "/v1/publications/latest?newer_than=1&wait_s=60"]
 )
@@ -137,6 +151,20 @@ def test_nothing_is_kept_of_a_caller_that_hung_up(stage: Stage, path: str) -> No
     """So no more calls are held open than there are connections."""
     served, trainer, _ = stage.at_work()
     hang_up_in(served, "policy", f"GET {path.format(trainer.reply.policy_epoch)}")
+
+
+def test_a_request_that_is_sent_again_ends_its_predecessor(stage: Stage) -> None:
+    served, _, first = stage.at_work()
+    second = stage.joined(served, "rollout-1")
+    first.lease(4)
+    request = second.lease_request(4, LONG)
+    held = held_open(served, lambda: second.client.send(api.lease(request)))
+    with served.client("rollout") as again:
+        quick = request.model_copy(update={"wait_s": 0.0})
+        assert again.send(api.lease(quick)).status is LeaseStatus.THROTTLED
+    stage.client(served).send(api.replica_exited("rollout-0", "killed"))
+    assert held.result(SOON).status is LeaseStatus.THROTTLED
+    assert second.lease(4).status is LeaseStatus.GRANTED
 
 
 def test_pause_and_resume(stage: Stage) -> None:
