@@ -15,7 +15,7 @@ from schema.wire.batch import decode_batch
 from schema.wire.messages import ErrorCode, Phase
 from schema.wire.sample import decode_sample
 from tests.controller.conftest import Stage, refused
-from tests.controller.drivers import train_step
+from tests.controller.drivers import make_header, train_step
 from tests.support.controller import make_config
 
 
@@ -157,6 +157,26 @@ def test_reaching_the_last_step_drops_what_is_left_as_surplus(stage: Stage) -> N
     assert ledger.states["trained"] == 2
     assert ledger.dropped == {"surplus": ledger.created - 2}
     assert sum(ledger.states.values()) == ledger.created
+
+
+def test_stragglers_are_dropped_when_the_config_says_so(stage: Stage) -> None:
+    """Step 1 could be filled by later groups, but two due ones are missing: it waits, then goes on without."""
+    timeouts = {"straggler_timeout": 1000.0, "heartbeat_timeout": 9000.0, "lease_timeout": 9000.0}
+    served, trainer, rollout = stage.at_work(make_config(controller={"on_stale": "drop", **timeouts}))
+    first = rollout.lease(4).groups
+    rollout.finish(first[:2])
+    assert trainer.batch(0) is not None
+    trainer.commit(0)
+    trainer.publish(1)
+    rollout.update()
+    rollout.finish(rollout.lease(2).groups)
+    assert trainer.batch(1) is None
+    served.skip(600.0)
+    assert trainer.batch(1) is None
+    served.skip(600.0)
+    assert trainer.batch(1) is not None
+    assert stage.client(served).send(api.ledger()).dropped == {"stale": 2}
+    assert rollout.push(first[2], make_header(0, 0)).code == "lease_lost"
 
 
 def test_when_the_last_groups_are_dropped_an_empty_batch_ends_the_training(stage: Stage) -> None:
