@@ -81,11 +81,6 @@ def test_a_group_of_one(name: str, expected: float):
     assert of_group(name, [0.75]) == pytest.approx([expected], rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ALL_alone)
-def test_equal_scores_give_no_advantage(name: str):
-    assert of_group(name, [0.25] * 5) == [0.0] * 5
-
-
 @pytest.mark.scaled
 @settings(max_examples=examples(20))
 @given(
