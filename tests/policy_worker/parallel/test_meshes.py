@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,10 @@ FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe")
 
 GRADIENTS, EXACT = 5e-6, 1e-10
 """Largest difference, as a part of the largest entry: in float32, and in float64 after three steps."""
+
+
+IN_STEPS: dict[str, Any] = {"exact": True, "steps": 3, "grpo": GRPO}
+TWELVE = {"samples": {"n": 12}}
 
 
 def model(family: str, *, tie: bool = True) -> dict[str, Any]:
@@ -81,7 +86,7 @@ def assert_one(
 
 @pytest.mark.slow
 def test_two_ranks_that_share_layers_equal_one(tmp_path: Path, group: RankGroup):
-    exact = model("llama") | {"exact": True, "steps": 3, "grpo": GRPO}
+    exact = model("llama") | IN_STEPS
     unplanned = exact | model("glm4_moe")  # norms of queries and keys that its plan does not name
     assert_one(tmp_path / "2", group, 2, {"tp": 2}, [*everything(), exact, unplanned])
 
@@ -103,20 +108,19 @@ REPLAYED = {"routing_replay": "weights"}
 def split() -> list[dict[str, Any]]:
     """Each family; both ways to reach experts, without and with shared ones; layers that are computed again, adapters
     and a critic, and copies in the middle of a layer (OLMo 2)."""
-    exact = {"exact": True, "steps": 3, "grpo": GRPO}
     again = {"model_gradient_checkpointing": True, "moe_token_dispatcher": "allgather"}
     lora = {"policy": {"lora": {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}}}
     taught = {"grpo": GRPO | EVERYTHING, "train": {"sequence_packing": True}}
     return [
-        model("llama") | exact | {"train": {"sequence_packing": True}},
-        model("olmo2", tie=False) | exact | {"sections": {"policy": again}},
+        model("llama") | IN_STEPS | {"train": {"sequence_packing": True}},
+        model("olmo2", tie=False) | IN_STEPS | {"sections": {"policy": again}},
         model("gemma3_text") | with_critic()[1] | {"exact": True},
-        model("phi3", tie=False) | exact | {"sections": lora},
-        model("qwen3_moe") | exact | {"sections": {"policy": again}, "grpo": GRPO | REPLAYED},
-        model("ernie4_5_moe", tie=False) | exact,
+        model("phi3", tie=False) | IN_STEPS | {"sections": lora},
+        model("qwen3_moe") | IN_STEPS | {"sections": {"policy": again}, "grpo": GRPO | REPLAYED},
+        model("ernie4_5_moe", tie=False) | IN_STEPS,
         model("glm4_moe") | {"sections": {"teacher": TEACHERS}} | taught,
-        exact | overlapped("glm4_moe", again=True),
-        exact | model("qwen3") | {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1}},
+        IN_STEPS | overlapped("glm4_moe", again=True),
+        IN_STEPS | model("qwen3") | {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1}},
     ]
 
 
@@ -129,7 +133,7 @@ def experts() -> list[dict[str, Any]]:
     """Both ways to reach experts, a rank without a sample, and a dense critic next to the mixture; shared experts
     which compute while tokens travel, of models that call them before the others or behind them.
     """
-    exact = model("qwen3_moe") | {"exact": True, "steps": 3, "grpo": GRPO}
+    exact = model("qwen3_moe") | IN_STEPS
     gathered = {
         "sections": {"policy": {"moe_token_dispatcher": "allgather"}},
         "model": {"family": "qwen3_moe", "tie": False},
@@ -172,46 +176,6 @@ def test_a_shared_expert_computes_and_learns_while_tokens_travel(
     assert events == ["leave", "arrive", "leave", "learn", "arrive"]
 
 
-PAIRS = [{"tp": 2, "dp_shard": 2}, {"tp": 2, "dp_replicate": 2}, {"tp": 2, "cp": 2}, {"tp": 4}]
-TRIPLES = [
-    {"tp": 2, "cp": 2, "dp_shard": 2},
-    {"tp": 2, "cp": 2, "dp_replicate": 2},
-    {"tp": 2, "dp_replicate": 2, "dp_shard": 2},
-    {"cp": 2, "dp_replicate": 2, "dp_shard": 2},
-    {"pp": 2, "dp_replicate": 2, "dp_shard": 2},
-    {"pp": 2, "tp": 2, "dp_shard": 2},
-    {"pp": 2, "tp": 2, "cp": 2},
-    {"pp": 2, "cp": 2, "dp_shard": 2},
-]
-
-
-MORE_SPLIT = [
-    {"tp": 4},
-    {"dp_shard": 2},
-    {"dp_replicate": 2},
-    {"cp": 2},
-    {"pp": 2},
-    {"cp": 2, "dp_shard": 2},
-    {"pp": 2, "dp_shard": 2},
-    {"pp": 2, "cp": 2},
-]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("mesh", MORE_SPLIT, ids=str)
-def test_more_ranks_that_share_positions_between_layers_equal_one(
-    tmp_path: Path, group: RankGroup, mesh: dict[str, int]
-):
-    mesh = SPLIT | mesh
-    exact = {"exact": True, "steps": 3, "grpo": GRPO, "samples": {"n": 12}}
-    world = ParallelDims(**mesh).ranks
-    families = FAMILIES if mesh["tp"] > 2 else ("gemma3_text", "qwen3_moe")
-    cases = [model(family, tie="qwen" in family) | exact for family in families]
-    cases += split() if mesh["tp"] == 2 and world == 4 else []
-    cases = [staged(case) for case in cases] if "pp" in mesh else cases
-    assert_one(tmp_path / str(world), group, world, mesh, cases)
-
-
 def staged(case: dict[str, Any], **pipe: Any) -> dict[str, Any]:
     """The same with models of four layers. pipe: keys of the pipeline."""
     four = {"layers": 4, "pipe": pipe}
@@ -221,7 +185,7 @@ def staged(case: dict[str, Any], **pipe: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_ranks_that_have_stages_equal_one(tmp_path: Path, group: RankGroup):
     several, critic, *others = everything()
-    exact = model("llama", tie=False) | {"exact": True, "steps": 3, "grpo": GRPO}
+    exact = model("llama", tie=False) | IN_STEPS
     again = {"sections": {"policy": {"model_gradient_checkpointing": True}}}
     replayed = staged(model("qwen3_moe") | {"grpo": GRPO | REPLAYED, "exact": True} | again)
     uneven = {"layers": 3, "model": {"family": "llama", "layers": 3}}
@@ -230,52 +194,70 @@ def test_two_ranks_that_have_stages_equal_one(tmp_path: Path, group: RankGroup):
     assert_one(tmp_path / "2", group, 2, {"pp": 2}, cases)
 
 
-STAGED = [{"pp": 4}, {"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "cp": 2}]
+Mesh = dict[str, int]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("mesh", STAGED, ids=str)
-def test_four_ranks_with_stages_equal_one(tmp_path: Path, group: RankGroup, mesh: dict[str, int]):
-    exact = {"exact": True, "steps": 3, "grpo": GRPO}
-    cases = [model(family, tie=tie) | exact for family, tie in itertools.product(FAMILIES, (True, False))]
-    pipe = {} if mesh["pp"] == 4 else {"virtual_pp_size": 2}
-    assert_one(tmp_path / "4", group, 4, mesh, [staged(case, **pipe) for case in cases + everything()])
-
-
-SHARED = [
-    {"dp_shard": 4, "ep": 2},
-    {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
-    {"dp_replicate": 2, "dp_shard": 4, "ep": 2},
-    {"pp": 2, "dp_shard": 2, "ep": 2},
-    {"pp": 2, "dp_shard": 4, "ep": 2},
-    {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "ep": 2},
-]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("mesh", SHARED, ids=str)
-def test_more_ranks_that_share_experts_equal_one(tmp_path: Path, group: RankGroup, mesh: dict[str, int]):
-    world = ParallelDims(**mesh).ranks
-    cases = [staged(case) for case in experts()] if "pp" in mesh else experts()
-    assert_one(tmp_path / str(world), group, world, mesh, cases)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("mesh", PAIRS, ids=str)
-def test_four_ranks_equal_one(tmp_path: Path, group: RankGroup, mesh: dict[str, int]):
-    exact = {"exact": True, "steps": 3, "grpo": GRPO}
-    cases = [model(family, tie=tie) | exact for family, tie in itertools.product(FAMILIES, (True, False))]
+def of_families(mesh: Mesh) -> list[dict[str, Any]]:
+    """Each family, with an output layer of its own and without, and each thing that a step may do."""
+    cases = [model(family, tie=tie) | IN_STEPS for family, tie in itertools.product(FAMILIES, (True, False))]
     # the reference of the others has two heads of keys and values
-    assert_one(tmp_path / "4", group, 4, mesh, cases + (everything() if mesh != {"tp": 4} else []))
+    cases += [] if mesh.get("tp") == 4 else everything()
+    pipe = {} if mesh.get("pp") == 4 else {"virtual_pp_size": 2}
+    return [staged(case, **pipe) for case in cases] if "pp" in mesh else cases
+
+
+def of_some_families(mesh: Mesh) -> list[dict[str, Any]]:
+    cases = [
+        model(family, tie=family == "qwen3") | IN_STEPS | TWELVE for family in ("qwen3", "gemma3_text", "qwen3_moe")
+    ]
+    return [staged(case) for case in cases] if "pp" in mesh else cases
+
+
+def of_experts(mesh: Mesh) -> list[dict[str, Any]]:
+    return [staged(case) for case in experts()] if "pp" in mesh else experts()
+
+
+def of_positions(mesh: Mesh) -> list[dict[str, Any]]:
+    """Where ranks share positions between layers."""
+    families = FAMILIES if mesh["tp"] > 2 else ("gemma3_text", "qwen3_moe")
+    cases = [model(family, tie="qwen" in family) | IN_STEPS | TWELVE for family in families]
+    cases += split() if mesh["tp"] == 2 and ParallelDims(**mesh).ranks == 4 else []
+    return [staged(case) for case in cases] if "pp" in mesh else cases
+
+
+MESHES: dict[Callable[[Mesh], list[dict[str, Any]]], list[Mesh]] = {
+    of_families: [
+        {"tp": 2, "dp_shard": 2}, {"tp": 2, "dp_replicate": 2}, {"tp": 2, "cp": 2}, {"tp": 4}, {"pp": 4},
+        {"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "cp": 2},
+    ],
+    of_some_families: [
+        {"tp": 2, "cp": 2, "dp_shard": 2}, {"tp": 2, "cp": 2, "dp_replicate": 2},
+        {"tp": 2, "dp_replicate": 2, "dp_shard": 2}, {"cp": 2, "dp_replicate": 2, "dp_shard": 2},
+        {"pp": 2, "dp_replicate": 2, "dp_shard": 2}, {"pp": 2, "tp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2, "cp": 2},
+        {"pp": 2, "cp": 2, "dp_shard": 2},
+    ],
+    of_experts: [
+        {"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+        {"dp_replicate": 2, "dp_shard": 4, "ep": 2}, {"pp": 2, "dp_shard": 2, "ep": 2},
+        {"pp": 2, "dp_shard": 4, "ep": 2}, {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    ],
+    of_positions: [
+        SPLIT | more for more in (
+            {"tp": 4}, {"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}, {"pp": 2}, {"cp": 2, "dp_shard": 2},
+            {"pp": 2, "dp_shard": 2}, {"pp": 2, "cp": 2},
+        )
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("mesh", TRIPLES, ids=str)
-def test_eight_ranks_equal_one(tmp_path: Path, group: RankGroup, mesh: dict[str, int]):
-    exact = {"exact": True, "steps": 3, "grpo": GRPO, "samples": {"n": 12}}
-    cases = [model(family, tie=family == "qwen3") | exact for family in ("qwen3", "gemma3_text", "qwen3_moe")]
-    cases = [staged(case) for case in cases] if "pp" in mesh else cases
-    assert_one(tmp_path / "8", group, 8, mesh, cases)
+@pytest.mark.parametrize(
+    ("cases", "mesh"),
+    [pytest.param(of, mesh, id=f"{of.__name__}-{mesh}") for of, meshes in MESHES.items() for mesh in meshes],
+)
+def test_more_ranks_equal_one(tmp_path: Path, group: RankGroup, cases: Any, mesh: Mesh):
+    world = ParallelDims(**mesh).ranks
+    assert_one(tmp_path / str(world), group, world, mesh, cases(mesh))
 
 
 @pytest.mark.slow
