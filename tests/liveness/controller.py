@@ -28,7 +28,7 @@ from schema.config import Config
 from schema.wire import messages as m
 from schema.wire import sample_file
 from tests.controller.drivers import Rollout, Trainer, make_frame, make_header, train_step
-from tests.liveness.probe import Made, Place, With, changed, grpo, sft, watch
+from tests.liveness.probe import Made, Place, With, changed, grpo, sft, under, watch
 from tests.support.controller import TOKENS, make_run_dir
 from tests.support.served import ServedController, served_controller
 from tests.support.valkey import running_valkey
@@ -73,22 +73,12 @@ def attempts_at_a_group(config: Config, place: Place) -> int:
     return attempts
 
 
-watch(
-    groups_granted_ahead,
-    changed(grpo, BUSY),
-    {
-        f"{POLICY}.allowed_outdated_steps": (4, 2),
-        f"{POLICY}.on_policy": (False, True),
-        "train.train_batch_per_replica": (8, 16),
-        "rollout.n_generation": (4, 2),
-    },
-)
+sizes = {"train.train_batch_per_replica": (8, 16), "rollout.n_generation": (4, 2)}
+ahead = under(POLICY, allowed_outdated_steps=(4, 2), on_policy=(False, True))
+watch(groups_granted_ahead, changed(grpo, BUSY), sizes | ahead)
 watch(groups_granted_ahead, changed(grpo, {"train.max_num_steps": 2}), {"controller.oversample": (1.0, 2.0)})
-watch(
-    steps_of_the_job,
-    changed(grpo, BUSY),
-    {"train.epoch": (1, 2), "train.max_num_steps": (3, 5), "train.train_batch_per_replica": (8, 16)},
-)
+steps = under("train", epoch=(1, 2), max_num_steps=(3, 5), train_batch_per_replica=(8, 16))
+watch(steps_of_the_job, changed(grpo, BUSY), steps)
 watch(leases_that_expire, grpo, {"controller.lease_timeout": (120.0, 30.0)})
 watch(attempts_at_a_group, grpo, {"controller.max_attempts": (5, 2)})
 
@@ -122,18 +112,9 @@ def number_of_replicas(config: Config, place: Place) -> list[tuple[float, int]]:
 
 
 ELASTIC = {"autoscale.enable": True, "rollout.parallelism.n_init_replicas": 2, "autoscale.scale_down_delay": 100.0}
-watch(
-    number_of_replicas,
-    changed(grpo, ELASTIC),
-    {
-        "autoscale.enable": (True, False),
-        "autoscale.min_replicas": (1, 2),
-        "autoscale.max_replicas": (8, 2),
-        "autoscale.interval": (30.0, 50.0),
-        "autoscale.target_wait": (0.1, 0.9),
-        "autoscale.scale_down_delay": (100.0, 300.0),
-    },
-)
+limits = under("autoscale", enable=(True, False), min_replicas=(1, 2), max_replicas=(8, 2))
+pace = under("autoscale", interval=(30.0, 50.0), target_wait=(0.1, 0.9), scale_down_delay=(100.0, 300.0))
+watch(number_of_replicas, changed(grpo, ELASTIC), limits | pace)
 
 # ---- a controller ---------------------------------------------------------------------------------------------
 
@@ -337,30 +318,17 @@ watch(
 watch(leased_to_old_weights, changed(grpo, BUSY), {f"{POLICY}.outdated_rollout_fetch_batch_size": (2, 1)})
 watch(published_after, grpo, {"train.sync_weight_interval": (1, 2)})
 watch(after_a_failed_reward, grpo, {"reward.on_error": ("mask", "drop")})
-watch(
-    phase_after_an_outage_of_rewards,
-    changed(grpo, {**BUSY, "controller.heartbeat_timeout": 300.0, "controller.lease_timeout": 300.0}),
-    {"reward.outage_timeout": (1800.0, 30.0)},
-)
+unhurried = changed(grpo, BUSY | under("controller", heartbeat_timeout=300.0, lease_timeout=300.0))
+watch(phase_after_an_outage_of_rewards, unhurried, {"reward.outage_timeout": (1800.0, 30.0)})
 watch(files_of_samples, grpo, {"logging.sample_bytes": (1_000_000, 10)})
 watch(after_equal_rewards, grpo, {f"{POLICY}.filter_reward_metric": ([], ["boxed_math"])})
-watch(
-    phase_after_equal_rewards,
-    changed(grpo, {**BUSY, f"{POLICY}.filter_reward_metric": ["boxed_math"]}),
-    {f"{POLICY}.max_retry_for_on_policy": (2, 1)},
-)
-synchronous = changed(grpo, {**BUSY, f"{POLICY}.on_policy": True, "controller.heartbeat_timeout": 300.0})
-patient = changed(synchronous, {"controller.lease_timeout": 300.0})
-watch(
-    after_waiting_for_a_late_group,
-    patient,
-    {"controller.on_stale": ("wait", With("drop", {"controller.straggler_timeout": 30.0}))},
-)
-watch(
-    after_waiting_for_a_late_group,
-    changed(patient, {"controller.on_stale": "drop", "controller.straggler_timeout": 90.0}),
-    {"controller.straggler_timeout": (90.0, 30.0)},
-)
+filtering = changed(grpo, BUSY | under(POLICY, filter_reward_metric=["boxed_math"]))
+watch(phase_after_equal_rewards, filtering, under(POLICY, max_retry_for_on_policy=(2, 1)))
+patient = changed(unhurried, under(POLICY, on_policy=True))
+dropping = With("drop", {"controller.straggler_timeout": 30.0})
+watch(after_waiting_for_a_late_group, patient, under("controller", on_stale=("wait", dropping)))
+impatient = changed(patient, under("controller", on_stale="drop", straggler_timeout=90.0))
+watch(after_waiting_for_a_late_group, impatient, under("controller", straggler_timeout=(90.0, 30.0)))
 
 # ---- weights and validation -----------------------------------------------------------------------------------
 
@@ -406,16 +374,9 @@ def validation_leases(config: Config, place: Place) -> list[tuple[int, list[int]
 
 watch(publications_that_may_go, grpo, {"weight_sync.keep": (1, 3)})
 validating = changed(grpo, {"validation.enable": True, "validation.dataset.name": "synthetic:addition"})
-watch(
-    validated_versions,
-    validating,
-    {"validation.freq": (20, 1), "validation.before": (True, False), "validation.enable": (True, False)},
-)
-watch(
-    validation_leases,
-    changed(validating, {"validation.batch_size": 1, "rollout.parallelism.n_init_replicas": 2}),
-    {"validation.batch_size": (1, 2), "validation.n_generation": (1, 2), "validation.max_replicas": (1, 2)},
-)
+watch(validated_versions, validating, under("validation", freq=(20, 1), before=(True, False), enable=(True, False)))
+two = changed(validating, {"validation.batch_size": 1, "rollout.parallelism.n_init_replicas": 2})
+watch(validation_leases, two, under("validation", batch_size=(1, 2), n_generation=(1, 2), max_replicas=(1, 2)))
 
 # ---- the process ----------------------------------------------------------------------------------------------
 
@@ -509,34 +470,18 @@ def a_directory(name: str) -> Made:
 
 
 watch(large_request, grpo, {"controller.max_request_bytes": (1 << 20, 1024)})
-watch(
-    file_of_a_payload,
-    changed(grpo, {"controller.payload_bytes": 0}),
-    {"controller.payload_store": ("", a_directory("payloads"))},
-)
-watch(
-    file_of_a_payload,
-    changed(grpo, {"controller.payload_store": a_directory("payloads")}),
-    {"controller.payload_bytes": (0, 1 << 20)},
-)
+payloads = a_directory("payloads")
+any_size = changed(grpo, under("controller", payload_bytes=0))
+watch(file_of_a_payload, any_size, under("controller", payload_store=("", payloads)))
+filed = changed(grpo, under("controller", payload_store=payloads))
+watch(file_of_a_payload, filed, under("controller", payload_bytes=(0, 1 << 20)))
 watch(request_beside_a_slow_one, grpo, {"controller.max_buffered_bytes": (1 << 20, 5000)})
 watch(keys_in_redis, grpo, {"redis.key_prefix": ("cosmos", "mine")})
-watch(
-    settings,
-    grpo,
-    {
-        "controller.host": ("127.0.0.1", "0.0.0.0"),
-        "controller.port": (0, 7777),
-        "redis.url": ("redis://first:6379", "redis://second:6379"),
-    },
-)
+watch(settings, grpo, under("controller", host=("127.0.0.1", "0.0.0.0"), port=(0, 7777)))
+watch(settings, grpo, under("redis", url=("redis://first:6379", "redis://second:6379")))
 watch(a_server_without_a_file, grpo, {"controller.require_durable_redis": (False, True)})
 certified = changed(grpo, {"controller.tls_cert": "server.pem", "controller.tls_key": "server.key"})
-watch(
-    encryption, certified, {"controller.tls_ca": ("", "ca.pem"), "controller.tls_cert": ("server.pem", "other.pem")}
-)
-watch(
-    encryption,
-    changed(certified, {"controller.tls_cert": Made(lambda place: str(place.file("server.pem", "no PEM")))}),
-    {"controller.tls_key": ("server.key", "other.key")},
-)
+certificates = under("controller", tls_ca=("", "ca.pem"), tls_cert=("server.pem", "other.pem"))
+watch(encryption, certified, certificates)
+broken = changed(certified, under("controller", tls_cert=Made(lambda place: str(place.file("server.pem", "no PEM")))))
+watch(encryption, broken, under("controller", tls_key=("server.key", "other.key")))

@@ -19,7 +19,7 @@ from controller.data.prepare import prepare
 from rollout_worker.evaluate import evaluate
 from schema.config import Config
 from schema.wire.prompts import PromptFile
-from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, sft, watch
+from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, sft, under, watch
 
 POLICY, TURNS = "train.train_policy", "rollout.multi_turn_config"
 
@@ -88,137 +88,58 @@ def conversations_from_file(place: Place) -> dict[str, Any]:
     return data
 
 
-unnamed = changed(from_file, {f"{POLICY}.dataset": {}})
-watch(
-    prepared,
-    from_file,
-    {
-        f"{POLICY}.dataset.name": (FIRST, SECOND),
-        f"{POLICY}.dataset.max_prompt_length": (60, 30),
-        f"{POLICY}.prompt_column_name": ("prompt", "question"),
-        f"{POLICY}.response_column_name": ("answer", "solution"),
-        "policy.model_max_length": (128, 48),
-        "rollout.max_response_length": (16, 96),
-        "rollout.max_model_len": (128, 48),
-        "policy.tokenizer_name_or_path": (UNSET, Made(lambda place: str(_other_tokenizer(place)))),
-        "reward.prompt_forms": ([], ["full_prompt"]),
-        f"{POLICY}.system_prompt": ("", "Be brief."),
-        f"{POLICY}.dataset.image_column_name": ("images", "origin"),
-        f"{TURNS}.custom_chat_template_path": (UNSET, Made(lambda place: str(_template(place)))),
-    },
-)
-watch(
-    prepared,
-    changed(from_file, {f"{TURNS}.custom_chat_template_path": Made(lambda place: str(_template(place)))}),
-    {f"{TURNS}.enable_thinking": (False, True)},
-)
-watch(
-    prepared,
-    unnamed,
-    {
-        f"{POLICY}.dataset.files": (
-            Made(lambda place: [FIRST.make(place)]),
-            Made(lambda place: [FIRST.make(place), SECOND.make(place)]),
-        )
-    },
-)
-watch(
-    prepared,
-    changed(from_file, {f"{POLICY}.dataset.name": Made(_folder)}),
-    {f"{POLICY}.dataset.split": ("train", ["train", "test"])},
-)
-watch(
-    prepared,
-    changed(from_file, {f"{POLICY}.dataset.max_prompt_length": 30}),
-    {f"{POLICY}.dataset.overlong_prompts": ("drop", "left")},
-)
-watch(
-    prepared,
-    changed(from_file, {f"{POLICY}.reward_function": "by_source"}),
-    {f"{POLICY}.data_source_column_name": ("data_source", "origin")},
-)
-watch(prepared, grpo, {f"{POLICY}.dataset.options": ({"n": 24}, {"n": 12})})
-watch(
-    prepared,
-    conversations_from_file,
-    {
-        f"{POLICY}.conversation_column_name": ("conversations", "messages"),
-        f"{POLICY}.system_prompt": ("", "Be brief."),
-        f"{POLICY}.prompt_column_name": (UNSET, With("question", {f"{POLICY}.response_column_name": "answer"})),
-        "policy.model_max_length": (128, 30),
-    },
-)
-watch(
-    prepared,
-    changed(conversations_from_file, {"policy.model_max_length": 30}),
-    {f"{POLICY}.dataset.overlong_prompts": ("drop", "left")},
-)
-pairs = changed(conversations_from_file, {f"{POLICY}.prompt_column_name": "question"})
-watch(prepared, pairs, {f"{POLICY}.response_column_name": ("answer", "solution")})
-whole_pairs = changed(pairs, {f"{POLICY}.response_column_name": "answer"})
-watch(prepared, whole_pairs, {f"{POLICY}.query_column_name": ("", "origin")})
+DATASET, HELD_OUT = f"{POLICY}.dataset", "validation.dataset"
+FOLDER, TEMPLATE = Made(_folder), Made(lambda place: str(_template(place)))
+FILES = (Made(lambda place: [FIRST.make(place)]), Made(lambda place: [FIRST.make(place), SECOND.make(place)]))
+OTHER_TOKENIZER = Made(lambda place: str(_other_tokenizer(place)))
+columns = under(POLICY, prompt_column_name=("prompt", "question"), response_column_name=("answer", "solution"))
+lengths = {"policy.model_max_length": (128, 48), "rollout.max_response_length": (16, 96)}
+watch(prepared, from_file, columns | lengths | under("rollout", max_model_len=(128, 48)))
+watch(prepared, from_file, under(POLICY, system_prompt=("", "Be brief.")))
+sources = under(DATASET, name=(FIRST, SECOND), max_prompt_length=(60, 30), image_column_name=("images", "origin"))
+watch(prepared, from_file, sources)
+watch(prepared, from_file, under("policy", tokenizer_name_or_path=(UNSET, OTHER_TOKENIZER)))
+watch(prepared, from_file, under("reward", prompt_forms=([], ["full_prompt"])))
+watch(prepared, from_file, under(TURNS, custom_chat_template_path=(UNSET, TEMPLATE)))
+own_template = changed(from_file, under(TURNS, custom_chat_template_path=TEMPLATE))
+watch(prepared, own_template, under(TURNS, enable_thinking=(False, True)))
+watch(prepared, changed(from_file, {DATASET: {}}), under(DATASET, files=FILES))
+watch(prepared, changed(from_file, under(DATASET, name=FOLDER)), under(DATASET, split=("train", ["train", "test"])))
+short = changed(from_file, under(DATASET, max_prompt_length=30))
+watch(prepared, short, under(DATASET, overlong_prompts=("drop", "left")))
+by_source = changed(from_file, under(POLICY, reward_function="by_source"))
+watch(prepared, by_source, under(POLICY, data_source_column_name=("data_source", "origin")))
+watch(prepared, grpo, under(DATASET, options=({"n": 24}, {"n": 12})))
+answered = With("question", under(POLICY, response_column_name="answer"))
+asked = under(POLICY, conversation_column_name=("conversations", "messages"), prompt_column_name=(UNSET, answered))
+watch(prepared, conversations_from_file, asked | under(POLICY, system_prompt=("", "Be brief.")))
+watch(prepared, conversations_from_file, under("policy", model_max_length=(128, 30)))
+short_conversations = changed(conversations_from_file, under("policy", model_max_length=30))
+watch(prepared, short_conversations, under(DATASET, overlong_prompts=("drop", "left")))
+pairs = changed(conversations_from_file, under(POLICY, prompt_column_name="question"))
+watch(prepared, pairs, under(POLICY, response_column_name=("answer", "solution")))
+whole_pairs = changed(pairs, under(POLICY, response_column_name="answer"))
+watch(prepared, whole_pairs, under(POLICY, query_column_name=("", "origin")))
 
 # ---- held-out data --------------------------------------------------------------------------------------------
 
-held_out = changed(from_file, {"validation.enable": True, f"{POLICY}.dataset.test_size": 2})
-validated = changed(from_file, {"validation.enable": True, "validation.dataset.name": SECOND})
-watch(
-    prepared,
-    held_out,
-    {
-        f"{POLICY}.dataset.test_size": (2, 3),
-        "train.seed": (1, 2),
-        "validation.enable": (True, False),
-        "validation.max_response_length": (16, 96),
-    },
-)
-watch(
-    prepared,
-    validated,
-    {
-        "validation.dataset.name": (SECOND, FIRST),
-        "validation.dataset.max_prompt_length": (100, 42),
-        "validation.dataset.image_column_name": ("images", "origin"),
-    },
-)
-watch(
-    prepared,
-    changed(validated, {"validation.dataset.name": Made(_folder)}),
-    {"validation.dataset.split": ("train", "test")},
-)
-watch(
-    prepared,
-    changed(validated, {"validation.dataset.max_prompt_length": 42}),
-    {"validation.dataset.overlong_prompts": ("drop", "right")},
-)
-watch(
-    prepared,
-    changed(from_file, {"validation.enable": True}),
-    {
-        "validation.dataset.files": (
-            Made(lambda place: [FIRST.make(place)]),
-            Made(lambda place: [FIRST.make(place), SECOND.make(place)]),
-        )
-    },
-)
-watch(
-    prepared,
-    changed(from_file, {"validation.enable": True, "validation.dataset.name": "synthetic:addition"}),
-    {"validation.dataset.options": ({"n": 24}, {"n": 12})},
-)
-validated_conversations = changed(
-    conversations_from_file, {"validation.enable": True, "validation.dataset.name": SECOND}
-)
-watch(
-    prepared,
-    validated_conversations,
-    {"validation.dataset.name": (SECOND, FIRST), "validation.enable": (True, False)},
-)
-watch(
-    prepared,
-    changed(validated_conversations, {"policy.model_max_length": 30}),
-    {"validation.dataset.overlong_prompts": ("drop", "left")},
-)
+enabled = under("validation", enable=True)
+cut_off = changed(from_file, enabled | under(DATASET, test_size=2))
+watch(prepared, cut_off, under(DATASET, test_size=(2, 3)) | under("train", seed=(1, 2)))
+watch(prepared, cut_off, under("validation", enable=(True, False), max_response_length=(16, 96)))
+validated = changed(from_file, enabled | under(HELD_OUT, name=SECOND))
+bounds = under(HELD_OUT, max_prompt_length=(100, 42), image_column_name=("images", "origin"))
+watch(prepared, validated, bounds | under(HELD_OUT, name=(SECOND, FIRST)))
+watch(prepared, changed(validated, under(HELD_OUT, name=FOLDER)), under(HELD_OUT, split=("train", "test")))
+short = changed(validated, under(HELD_OUT, max_prompt_length=42))
+watch(prepared, short, under(HELD_OUT, overlong_prompts=("drop", "right")))
+watch(prepared, changed(from_file, enabled), under(HELD_OUT, files=FILES))
+synthetic = changed(from_file, enabled | under(HELD_OUT, name="synthetic:addition"))
+watch(prepared, synthetic, under(HELD_OUT, options=({"n": 24}, {"n": 12})))
+conversations = changed(conversations_from_file, enabled | under(HELD_OUT, name=SECOND))
+watch(prepared, conversations, under(HELD_OUT, name=(SECOND, FIRST)) | under("validation", enable=(True, False)))
+short = changed(conversations, under("policy", model_max_length=30))
+watch(prepared, short, under(HELD_OUT, overlong_prompts=("drop", "left")))
 
 
 def nothing(config: Config, place: Place) -> float | int | None:
@@ -226,7 +147,7 @@ def nothing(config: Config, place: Place) -> float | int | None:
     return config.validation.dataset.test_size
 
 
-watch(nothing, validated, {"validation.dataset.test_size": (UNSET, 2)}, refused=True)
+watch(nothing, validated, under(HELD_OUT, test_size=(UNSET, 2)), refused=True)
 
 # ---- the hub --------------------------------------------------------------------------------------------------
 
@@ -249,13 +170,10 @@ def _asked_of_the_hub(work: Callable[[], Any]) -> list[tuple[Any, ...]]:
     return asked
 
 
-hub = changed(from_file, {f"{POLICY}.dataset.name": "owner/questions"})
-watch(asked_of_the_hub, hub, {f"{POLICY}.dataset.subset": ("", "main"), f"{POLICY}.dataset.revision": ("", "v2")})
-watch(
-    asked_of_the_hub,
-    changed(from_file, {"validation.enable": True, "validation.dataset.name": "owner/questions"}),
-    {"validation.dataset.subset": ("", "main"), "validation.dataset.revision": ("", "v2")},
-)
+hub = {"subset": ("", "main"), "revision": ("", "v2")}
+watch(asked_of_the_hub, changed(from_file, under(DATASET, name="owner/questions")), under(DATASET, **hub))
+held_out_hub = changed(from_file, enabled | under(HELD_OUT, name="owner/questions"))
+watch(asked_of_the_hub, held_out_hub, under(HELD_OUT, **hub))
 
 # ---- answers of a file ----------------------------------------------------------------------------------------
 
@@ -292,43 +210,28 @@ def scores(config: Config, place: Place) -> dict[str, Any]:
 
 
 DATA = "evaluation.dataset"
+ANSWERS = tuple(Made(lambda place, count=count: str(_answers(place, count))) for count in (4, 2))
 watch(
     answers_that_are_scored,
     answers,
-    {
-        f"{DATA}.name": (Made(lambda place: str(_answers(place, 4))), Made(lambda place: str(_answers(place, 2)))),
-        "evaluation.prompt_column_name": ("prompt", "question"),
-        "evaluation.responses_column_name": ("responses", "others"),
-        "evaluation.reference_column_name": ("answer", "solution"),
-        "evaluation.data_source_column_name": ("data_source", "origin"),
-    },
+    under(
+        "evaluation",
+        prompt_column_name=("prompt", "question"),
+        responses_column_name=("responses", "others"),
+        reference_column_name=("answer", "solution"),
+        data_source_column_name=("data_source", "origin"),
+    )
+    | under(DATA, name=ANSWERS),
 )
-watch(
-    answers_that_are_scored,
-    lambda place: {"evaluation": {}},
-    {f"{DATA}.files": (Made(lambda place: [str(_answers(place, 4))]), Made(lambda place: [str(_answers(place, 2))]))},
-)
-watch(
-    answers_that_are_scored,
-    lambda place: {"evaluation": {"dataset": {"name": _folder(place)}, "responses_column_name": "solution"}},
-    {f"{DATA}.split": ("train", "test")},
-)
-watch(
-    answers_that_are_scored,
-    lambda place: {
-        "evaluation": {
-            "dataset": {"name": "synthetic:addition"},
-            "responses_column_name": "answer",
-            "reward_function": "format",
-        }
-    },
-    {f"{DATA}.options": ({"n": 24}, {"n": 12})},
-)
-watch(
-    scores,
-    changed(answers, {"evaluation.reference_column_name": "answer"}),
-    {"evaluation.reward_function": ("by_source", {"by_source": 0.5, "format": 0.25})},
-)
+files = tuple(Made(lambda place, one=one: [one.make(place)]) for one in ANSWERS)
+watch(answers_that_are_scored, lambda place: {"evaluation": {}}, under(DATA, files=files))
+named = changed(lambda place: {"evaluation": {"responses_column_name": "solution"}}, under(DATA, name=FOLDER))
+watch(answers_that_are_scored, named, under(DATA, split=("train", "test")))
+formatted = under("evaluation", responses_column_name="answer", reward_function="format")
+synthetic_answers = changed(lambda place: {}, formatted | under(DATA, name="synthetic:addition"))
+watch(answers_that_are_scored, synthetic_answers, under(DATA, options=({"n": 24}, {"n": 12})))
+referenced = changed(answers, under("evaluation", reference_column_name="answer"))
+watch(scores, referenced, under("evaluation", reward_function=("by_source", {"by_source": 0.5, "format": 0.25})))
 
 
 def asked_of_the_hub_for_answers(config: Config, place: Place) -> list[tuple[Any, ...]]:
@@ -336,11 +239,8 @@ def asked_of_the_hub_for_answers(config: Config, place: Place) -> list[tuple[Any
     return _asked_of_the_hub(lambda: read_answers(config, place.directory()))
 
 
-watch(
-    asked_of_the_hub_for_answers,
-    lambda place: {"evaluation": {"dataset": {"name": "owner/answers"}, "responses_column_name": "solution"}},
-    {f"{DATA}.subset": ("", "main"), f"{DATA}.revision": ("", "v2")},
-)
+of_the_hub = changed(named, under(DATA, name="owner/answers"))
+watch(asked_of_the_hub_for_answers, of_the_hub, under(DATA, **hub))
 
 
 def nothing_of_an_evaluation(config: Config, place: Place) -> str:
@@ -348,16 +248,9 @@ def nothing_of_an_evaluation(config: Config, place: Place) -> str:
     return config.evaluation.dataset.model_dump_json()
 
 
+refused = under(DATA, test_size=(UNSET, 2), max_prompt_length=(UNSET, 20), overlong_prompts=("drop", "left"))
 watch(
-    nothing_of_an_evaluation,
-    answers,
-    {
-        f"{DATA}.test_size": (UNSET, 2),
-        f"{DATA}.max_prompt_length": (UNSET, 20),
-        f"{DATA}.overlong_prompts": ("drop", "left"),
-        f"{DATA}.image_column_name": ("images", "pictures"),
-    },
-    refused=True,
+    nothing_of_an_evaluation, answers, refused | under(DATA, image_column_name=("images", "pictures")), refused=True
 )
 
 # ---- tokenizer and code of others -----------------------------------------------------------------------------
@@ -412,9 +305,6 @@ def code_that_has_run(config: Config, place: Place) -> tuple[bool, bool]:
 
 
 USER_MODULE = "tabnanny"  # of the standard library, and imported by nobody
-watch(code_that_has_run, from_file, {"policy.external_modules": ([], [USER_MODULE])})
-watch(
-    code_that_has_run,
-    changed(from_file, {"policy.tokenizer_name_or_path": Made(lambda place: str(_tokenizer_with_code(place)))}),
-    {"policy.trust_remote_code": (False, True)},
-)
+watch(code_that_has_run, from_file, under("policy", external_modules=([], [USER_MODULE])))
+with_code = changed(from_file, under("policy", tokenizer_name_or_path=Made(lambda p: str(_tokenizer_with_code(p)))))
+watch(code_that_has_run, with_code, under("policy", trust_remote_code=(False, True)))

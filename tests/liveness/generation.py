@@ -32,7 +32,7 @@ from rollout_worker.worker import reward_pool
 from schema.config import Config
 from schema.wire.messages import LeasedGroup
 from schema.wire.sample import decode_sample
-from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, vllm, watch
+from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, under, vllm, watch
 from tests.rollout_worker.test_bookkeeping import lease
 from tests.rollout_worker.tiny import tokenizer
 
@@ -112,18 +112,13 @@ ENGINE_ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "train.seed": (1, 2),
 }
 watch(vllm_arguments, vllm, ENGINE_ARGUMENTS | {"placement.share": ("memory", "time")})
-watch(
-    vllm_arguments,
-    changed(
-        vllm,
-        {"rollout.dtype": "bfloat16", "rollout.parallelism.tp_size": 2, "policy.model_name_or_path": "owner/name"},
-    ),
-    {
-        "rollout.quantization": ("none", "fp8"),
-        "rollout.parallelism.ep_size": (1, 2),
-        "train.train_policy.routing_replay": ("none", "ids"),
-    },
-)
+in_bfloat16 = {
+    "rollout.dtype": "bfloat16",
+    "rollout.parallelism.tp_size": 2,
+    "policy.model_name_or_path": "owner/name",
+}
+widened = {"rollout.parallelism.ep_size": (1, 2), "train.train_policy.routing_replay": ("none", "ids")}
+watch(vllm_arguments, changed(vllm, in_bfloat16), widened | {"rollout.quantization": ("none", "fp8")})
 
 
 def vllm_environment(config: Config, place: Place) -> str | None:
@@ -153,21 +148,10 @@ def embedded_settings(config: Config, place: Place) -> dict[str, Any]:
     return {name: str(value) for name, value in asdict(settings_of(config)).items()}
 
 
-watch(
-    embedded_settings,
-    grpo,
-    {
-        "policy.model_max_length": (128, 96),
-        "policy.trust_remote_code": (False, True),
-        "policy.override_config": ({}, {"rms_norm_eps": 1e-3}),
-        "rollout.max_num_seqs": (8, 16),
-        "rollout.max_model_len": (128, 64),
-        "rollout.dtype": ("auto", "float16"),
-        "rollout.load_format": ("auto", "dummy"),
-        "rollout.max_concurrent_samples": (64, 32),
-        "train.transfer_dtype": ("float32", "bfloat16"),
-    },
-)
+SHARED = ("policy.model_max_length", "policy.trust_remote_code", "policy.override_config", "train.transfer_dtype")
+OF_BOTH = (*SHARED, *(f"rollout.{name}" for name in ("max_num_seqs", "max_model_len", "dtype", "load_format")))
+watch(embedded_settings, grpo, {key: ENGINE_ARGUMENTS[key] for key in OF_BOTH})
+watch(embedded_settings, grpo, {"rollout.max_concurrent_samples": (64, 32)})
 
 
 def engine_and_capacity(config: Config, place: Place) -> tuple[str, int]:
@@ -180,11 +164,7 @@ def engine_and_capacity(config: Config, place: Place) -> tuple[str, int]:
 
 
 watch(engine_and_capacity, vllm, {"rollout.backend": ("vllm", "transformers")})
-watch(
-    engine_and_capacity,
-    changed(grpo, {"rollout.backend": "transformers"}),
-    {"rollout.max_concurrent_samples": (64, 32)},
-)
+watch(engine_and_capacity, grpo, {"rollout.max_concurrent_samples": (64, 32)})
 
 # ---- sampling -------------------------------------------------------------------------------------------------
 
@@ -206,53 +186,34 @@ def validation_sampling(config: Config, place: Place) -> dict[str, Any]:
 
 
 SAMPLING = "rollout.sampling_config"
+STOPS = {"rollout.include_stop_str_in_output": (False, True), f"{SAMPLING}.stop": ([], ["\n"])}
+lengths = {"train.train_policy.temperature": (0.9, 0.7), "rollout.max_response_length": (16, 24)}
+watch(training_sampling, vllm, STOPS | lengths)
 watch(
     training_sampling,
     vllm,
-    {
-        "train.train_policy.temperature": (0.9, 0.7),
-        "rollout.max_response_length": (16, 24),
-        "rollout.include_stop_str_in_output": (False, True),
-        f"{SAMPLING}.temperature": (0.9, 0.7),
-        f"{SAMPLING}.ignore_eos": (False, True),
-        f"{SAMPLING}.stop": ([], ["\n"]),
-        f"{SAMPLING}.stop_token_ids": ([], [10]),
-        f"{SAMPLING}.extra": ({}, {"skip_reading_prefix_cache": True}),
-    },
+    under(
+        SAMPLING,
+        temperature=(0.9, 0.7),
+        ignore_eos=(False, True),
+        stop_token_ids=([], [10]),
+        extra=({}, {"skip_reading_prefix_cache": True}),
+        top_p=(1.0, 0.9),
+        top_k=(-1, 20),
+        min_p=(0.0, 0.1),
+        repetition_penalty=(1.0, 1.1),
+        presence_penalty=(0.0, 0.5),
+        frequency_penalty=(0.0, 0.5),
+        min_tokens=(0, 3),
+    ),
 )
-watch(
-    training_sampling,
-    vllm,
-    {
-        f"{SAMPLING}.top_p": (1.0, 0.9),
-        f"{SAMPLING}.top_k": (-1, 20),
-        f"{SAMPLING}.min_p": (0.0, 0.1),
-        f"{SAMPLING}.repetition_penalty": (1.0, 1.1),
-        f"{SAMPLING}.presence_penalty": (0.0, 0.5),
-        f"{SAMPLING}.frequency_penalty": (0.0, 0.5),
-        f"{SAMPLING}.min_tokens": (0, 3),
-    },
-)
-watch(
-    training_sampling,
-    changed(vllm, {f"{SAMPLING}.top_k": 20, "train.train_policy.temperature": 1.0}),
-    {f"{SAMPLING}.sampling_correction": ("exact", "raw")},
-)
+filtering = changed(vllm, {f"{SAMPLING}.top_k": 20, "train.train_policy.temperature": 1.0})
+watch(training_sampling, filtering, under(SAMPLING, sampling_correction=("exact", "raw")))
 watch(training_sampling, vllm, {f"{SAMPLING}.do_sample": (True, False)}, refused=True)
 VALIDATION = {"validation.enable": True, "validation.dataset.name": "synthetic:addition"}
-watch(
-    validation_sampling,
-    changed(vllm, {**VALIDATION, "validation.temperature": 0.5}),
-    {
-        "validation.temperature": (0.5, 0.9),
-        "validation.top_p": (0.9, 0.5),
-        "validation.top_k": (5, 10),
-        "validation.repetition_penalty": (1.0, 1.2),
-        "validation.max_response_length": (16, 24),
-        "rollout.include_stop_str_in_output": (False, True),
-        f"{SAMPLING}.stop": ([], ["\n"]),
-    },
-)
+validating = changed(vllm, VALIDATION | under("validation", temperature=0.5))
+drawn = under("validation", temperature=(0.5, 0.9), top_p=(0.9, 0.5), top_k=(5, 10), repetition_penalty=(1.0, 1.2))
+watch(validation_sampling, validating, drawn | under("validation", max_response_length=(16, 24)) | STOPS)
 
 # ---- leases and samples -----------------------------------------------------------------------------------------
 

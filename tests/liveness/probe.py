@@ -169,6 +169,11 @@ def _made(value: Any, place: Place) -> Any:
 PROBES: list[Probe] = []
 
 
+def under(section: str, **values: Any) -> Values:
+    """Keys of one section by their full names: `under("train", seed=1)` is {"train.seed": 1}."""
+    return {f"{section}.{name}": value for name, value in values.items()}
+
+
 def watch(observe: Observe, base: Base, values: Mapping[str, tuple[Any, Any]], *, refused: bool = False) -> None:
     """Register probes that share an observation. refused: the checks refuse the second value by name."""
     PROBES.extend(Probe(key, pair, observe, base, refused) for key, pair in values.items())

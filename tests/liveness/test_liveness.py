@@ -10,12 +10,31 @@ import pytest
 from schema.config import UNAVAILABLE, Config, ConfigError, check_config
 from schema.config.availability import refused_by
 from schema.config.keys import acting_keys, leaf_keys
-from tests.liveness import controller, data, generation, launcher, trainer, uploads, weights
+from tests.liveness import (
+    batches,
+    checkpoints,
+    controller,
+    data,
+    generation,
+    launcher,
+    loss,
+    memory,
+    meshes,
+    models,
+    optimizer,
+    profiles,
+    teachers,
+    uploads,
+    weights,
+)
 from tests.liveness.probe import PROBES, Place, Probe, same
 
 _READ_BACK: set[str] = set()
 """Configurations that have been checked: probes share their first values."""
-MODULES = (controller, data, generation, launcher, trainer, uploads, weights)
+MODULES = (
+    batches, checkpoints, controller, data, generation, launcher, loss, memory, meshes, models, optimizer, profiles,
+    teachers, uploads, weights,
+)  # fmt: skip
 
 
 def check_reads_back(data: dict[str, Any]) -> None:
@@ -59,6 +78,6 @@ def test_every_observable_is_probed() -> None:
 
 def test_modules_of_probes_are_all_there() -> None:
     found = {path.stem for path in Path(__file__).parent.glob("*.py")}
-    helpers = {"__init__", "conftest", "probe", "test_liveness", "test_refusals", "test_vllm"}
+    helpers = {"__init__", "conftest", "probe", "trained", "test_liveness", "test_refusals", "test_vllm"}
     assert found - helpers == {module.__name__.rpartition(".")[2] for module in MODULES}
     assert UNAVAILABLE
