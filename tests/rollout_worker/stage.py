@@ -226,6 +226,16 @@ class Stage:
     def trainer(self, controller: ServedController | ControllerProcess) -> Publisher:
         return Publisher(self.client(controller, "policy"), models=self.models)
 
+    def begin(
+        self, config: Config, prompts: list[str], answers: list[str] | None = None
+    ) -> tuple[ServedController, Publisher]:
+        """Prepare the run, serve it, and let a trainer publish version 0."""
+        self.prepare(config, prompts, answers)
+        served = self.serve()
+        trainer = self.trainer(served)
+        trainer.begin()
+        return served, trainer
+
     def worker(self, url: str, name: str = "rollout-0") -> WorkerThread:
         worker = WorkerThread(url, name)
         self.stack.callback(worker.stop)

@@ -48,10 +48,7 @@ def check_sample(sample: Sample, models: Models) -> None:
 @pytest.mark.parametrize("bound", [0, pytest.param(1, marks=pytest.mark.soak), 3])
 def test_a_whole_job_within_its_staleness_bound(stage: Stage, bound: int) -> None:
     config = stage.config(train__train_policy__allowed_outdated_steps=bound, train__max_num_steps=5)
-    stage.prepare(config, PROMPTS)
-    served = stage.serve()
-    trainer = stage.trainer(served)
-    trainer.begin()
+    served, trainer = stage.begin(config, PROMPTS)
     worker = stage.worker(served.url)
     for t in range(5):
         for sample in trainer.step(t):
@@ -80,10 +77,7 @@ def first_batches(stage: Stage, folder: str, **changes: object) -> dict[tuple[in
     """Tokens of the samples by prompt, of two batches that are all of version 0."""
     own = replace(stage, directory=stage.directory / folder)
     own.directory.mkdir()
-    own.prepare(own.config(train__sync_weight_interval=2, **changes), PROMPTS)
-    served = own.serve()
-    trainer = own.trainer(served)
-    trainer.begin()
+    served, trainer = own.begin(own.config(train__sync_weight_interval=2, **changes), PROMPTS)
     worker = own.worker(served.url)
     found: dict[tuple[int, ...], list[list[int]]] = {}
     for t in range(2):
@@ -106,10 +100,7 @@ def test_samples_follow_from_the_seed_whoever_makes_them_and_how(stage: Stage) -
 
 def test_each_group_has_a_greedy_sample_that_is_scored_like_the_others(stage: Stage) -> None:
     config = stage.config(train__train_policy__advantage_estimator="remax")
-    stage.prepare(config, PROMPTS)
-    served = stage.serve()
-    trainer = stage.trainer(served)
-    trainer.begin()
+    served, trainer = stage.begin(config, PROMPTS)
     worker = stage.worker(served.url)
     for t in range(2):
         samples = trainer.step(t)
@@ -145,10 +136,7 @@ def test_validation_samples_are_of_the_pinned_version(stage: Stage) -> None:
         validation__temperature=1.0,
         validation__top_k=-1,
     )
-    stage.prepare(config, PROMPTS)
-    served = stage.serve()
-    trainer = stage.trainer(served)
-    trainer.begin()
+    served, trainer = stage.begin(config, PROMPTS)
     worker = stage.worker(served.url)
     for t in range(3):
         trainer.step(t)
@@ -171,10 +159,7 @@ def test_prompts_and_rewards_that_fail_are_errors_by_name(stage: Stage) -> None:
         custom__marker=str(stage.directory / "marker-"),
     )
     prompts = ["hang", "raise", "x" * MAX_LEN, "unknown", *PROMPTS]
-    stage.prepare(config, prompts, ["hang", "raise", "long", "unknown", *map(str, range(16))])
-    served = stage.serve()
-    trainer = stage.trainer(served)
-    trainer.begin()
+    served, trainer = stage.begin(config, prompts, ["hang", "raise", "long", "unknown", *map(str, range(16))])
     stage.worker(served.url)
     headers = [sample.header for t in range(5) for sample in trainer.step(t)]
     assert len(headers) == 36
@@ -198,10 +183,7 @@ def test_answers_as_long_as_a_sequence_end_with_it_and_count_as_overlong(stage: 
         reward__on_error="mask",
         train__max_num_steps=3,
     )
-    stage.prepare(config, ["x" * 20, "x" * 19, *PROMPTS])
-    served = stage.serve()
-    trainer = stage.trainer(served)
-    trainer.begin()
+    served, trainer = stage.begin(config, ["x" * 20, "x" * 19, *PROMPTS])
     stage.worker(served.url)
     samples = [sample for t in range(3) for sample in trainer.step(t)]
     assert max(sample.header.total_tokens for sample in samples) == 20
@@ -215,10 +197,7 @@ def test_answers_as_long_as_a_sequence_end_with_it_and_count_as_overlong(stage: 
 
 
 def test_a_drained_worker_finishes_what_it_holds_and_leaves(stage: Stage) -> None:
-    stage.prepare(stage.config(train__train_policy__allowed_outdated_steps=3), PROMPTS)
-    served = stage.serve()
-    trainer = stage.trainer(served)
-    trainer.begin()
+    served, _ = stage.begin(stage.config(train__train_policy__allowed_outdated_steps=3), PROMPTS)
     worker = stage.worker(served.url)
     user = stage.client(served, "user")
     until(lambda: user.send(api.ledger()).states["leased"] or user.send(api.ledger()).states["ready"], "a lease")
@@ -239,10 +218,7 @@ def test_a_drained_worker_pushes_what_is_finished_and_gives_back_the_rest(stage:
         launcher__shutdown_timeout=1.0 if how == "the deadline" else 1000.0,
         train__train_policy__dataloader_shuffle=False,
     )
-    stage.prepare(config, ["hang", *PROMPTS], ["hang", *map(str, range(16))])
-    served = stage.serve()
-    trainer = stage.trainer(served)
-    trainer.begin()
+    served, trainer = stage.begin(config, ["hang", *PROMPTS], ["hang", *map(str, range(16))])
     worker = stage.worker(served.url)
     groups = served.job.require_ledger().table.groups
     until(lambda: (group := groups.get("e0-p0")) and len(group.samples) == 1, "half a group")
@@ -300,20 +276,14 @@ def slow_job(stage: Stage, **controller: object) -> tuple[ServedController, Publ
         train__max_num_steps=3,
         **changes,
     )
-    stage.prepare(config, ["hang", *PROMPTS], ["hang", *map(str, range(16))])
-    served = stage.serve()
-    trainer = stage.trainer(served)
-    trainer.begin()
+    served, trainer = stage.begin(config, ["hang", *PROMPTS], ["hang", *map(str, range(16))])
     stage.worker(served.url)
     return served, trainer
 
 
 def test_work_whose_leases_are_lost_is_forgotten(stage: Stage) -> None:
     """The clock jumps: every lease expires at once. The worker hears of it and goes on with new ones."""
-    stage.prepare(stage.config(train__train_policy__allowed_outdated_steps=3), PROMPTS)
-    served = stage.serve()
-    trainer = stage.trainer(served)
-    trainer.begin()
+    served, trainer = stage.begin(stage.config(train__train_policy__allowed_outdated_steps=3), PROMPTS)
     worker = stage.worker(served.url)
     for t in range(4):
         trainer.step(t)
@@ -326,10 +296,7 @@ def test_work_whose_leases_are_lost_is_forgotten(stage: Stage) -> None:
 
 
 def test_a_second_process_of_the_same_name_takes_over(stage: Stage) -> None:
-    stage.prepare(stage.config(), PROMPTS)
-    served = stage.serve()
-    trainer = stage.trainer(served)
-    trainer.begin()
+    served, trainer = stage.begin(stage.config(), PROMPTS)
     first = stage.worker(served.url)
     trainer.step(0)
     second = stage.worker(served.url)

@@ -13,10 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_rewards_that_cannot_be_started_any_more_end_the_replica(stage: Stage) -> None:
-    stage.prepare(stage.config(reward__num_workers=1), [f"question {i}?" for i in range(16)])
-    served = stage.serve()
-    trainer = stage.trainer(served)
-    trainer.begin()
+    served, trainer = stage.begin(stage.config(reward__num_workers=1), [f"question {i}?" for i in range(16)])
     worker = stage.worker_process(served.url)
     user = stage.client(served, "user")
     until(lambda: user.send(api.ledger()).states["ready"] == 4, "as many groups as the bound allows")

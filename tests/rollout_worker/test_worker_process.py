@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,8 @@ from schema.wire.messages import Phase
 from tests.controller.drivers import Rollout
 from tests.rollout_worker.stage import Stage, secret_of
 from tests.support.controller import TOKENS
-from tests.support.hub import fetched, running_hub
+from tests.support.forked import Forked
+from tests.support.hub import refused_worker, running_hub
 from tests.support.proof import http, impostor
 from tests.support.waiting import PATIENCE, until
 
@@ -38,10 +37,7 @@ def test_killed_in_the_middle_another_one_goes_on(stage: Stage) -> None:
         train__train_policy__allowed_outdated_steps=2,
         train__train_policy__dataloader_shuffle=False,
     )
-    stage.prepare(config, PROMPTS, ["hang", *map(str, range(1, 16))])
-    served = stage.serve()
-    trainer = stage.trainer(served)
-    trainer.begin()
+    served, trainer = stage.begin(config, PROMPTS, ["hang", *map(str, range(1, 16))])
     worker = stage.worker_process(served.url)
     trainer.step(0)
     user = stage.client(served, "user")
@@ -60,10 +56,7 @@ def test_killed_in_the_middle_another_one_goes_on(stage: Stage) -> None:
 
 
 def test_sigterm_drains(stage: Stage) -> None:
-    stage.prepare(stage.config(train__train_policy__allowed_outdated_steps=3), PROMPTS)
-    served = stage.serve()
-    trainer = stage.trainer(served)
-    trainer.begin()
+    served, _ = stage.begin(stage.config(train__train_policy__allowed_outdated_steps=3), PROMPTS)
     worker = stage.worker_process(served.url)
     user = stage.client(served, "user")
     until(lambda: user.send(api.ledger()).states["ready"], "a finished group")
@@ -173,17 +166,12 @@ def test_it_ends_by_name_where_another_replica_lives_under_its_name(stage: Stage
         ),
     ],
 )
-def test_an_environment_that_cannot_work_is_exit_code_2(environment: dict[str, str], message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "rollout_worker"],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_an_environment_that_cannot_work_is_exit_code_2(
+    tmp_path: Path, environment: dict[str, str], message: str
+) -> None:
+    worker = Forked(["rollout_worker"], {**os.environ, **environment}, tmp_path / "log")
+    assert worker.wait(PATIENCE) == 2
+    assert message in worker.output()
 
 
 def test_settings_that_cannot_work_are_exit_code_2(stage: Stage) -> None:
@@ -203,25 +191,12 @@ def test_a_model_that_only_the_replica_can_read_is_judged_before_its_engine_star
     stage.prepare(config, PROMPTS)
     with running_hub() as hub:
         hub.models["owner/tiny"] = stage.models.folder
-        environment = {**os.environ, **hub.environment, "HF_HOME": str(tmp_path / "cache")}
         job = {
             "COSMOS_CONTROLLER_URL": stage.serve().url,
             "COSMOS_TOKEN": TOKENS["rollout"],
             "COSMOS_REPLICA_NAME": "rollout-0",
             "COSMOS_REPLICA_SECRET": "a-secret-of-this-test-that-is-long-enough",
         }
-        # Not a fork: the hub's client reads its environment when it is imported.
-        done = subprocess.run(
-            [sys.executable, "-m", "rollout_worker"],
-            env={**environment, **job},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-    said = done.stderr
-    assert done.returncode == 2, said
-    assert "Traceback" not in said
+        said = refused_worker(hub, "rollout_worker", tmp_path / "cache", **job)
     assert "rollout.parallelism.tp_size: 3 does not divide the 4 attention heads of " in said
     assert "policy.model_max_length: 4096 tokens are more than the " in said
-    assert fetched(tmp_path / "cache") == {"config.json", "generation_config.json"}

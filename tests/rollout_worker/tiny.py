@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from schema.wire.weights import Publication
+from tests.weight_sync.helpers import publication_of
 from weight_sync import DirectoryStore, hub_tensors, publish
 
 SPECIAL = ["<|end|>", "<|pad|>"]
@@ -67,17 +68,9 @@ class Models:
         return self.models[version % len(self.models)]
 
 
-def publish_model(root: Path, model: Any, version: int, publication_id: int | None = None) -> Publication:
+def publish_model(root: Path, model: Any, version: int) -> Publication:
     """Publish a model's weights in a store, as the trainer does."""
     published = publish(
         DirectoryStore(root), version=version, timeline=0, tensors=hub_tensors(model), name=f"test-{version}"
     )
-    return Publication(
-        id=version + 1 if publication_id is None else publication_id,
-        version=version,
-        timeline=0,
-        uri=published.uri,
-        manifest_hash=published.manifest_hash,
-        content_hash=published.content_hash,
-        n_bytes=published.n_bytes,
-    )
+    return publication_of(published, version)

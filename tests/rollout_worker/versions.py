@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from schema.wire.weights import ChainLink, Publication
+from tests.weight_sync.helpers import publication_of
 from weight_sync import DirectoryStore, HubNames
 from weight_sync.host.host_copy import CopiedWeights, HostCopy
 from weight_sync.lora import Publishes
@@ -56,17 +57,8 @@ class Versions:
         self._table, self._last = after(base, part.tensors), tensors
         link = {"full": done.piece} if full else {"delta": done.piece}
         self._chain = [*self._chain, ChainLink(version=version, content_hash=done.content_hash, **link)]
-        return Publication(
-            id=self._id,
-            version=version,
-            timeline=0,
-            uri=done.uri,
-            manifest_hash=done.manifest_hash,
-            content_hash=done.content_hash,
-            n_bytes=done.n_bytes,
-            kind=done.kind,
-            begins=0 if full else self._begins,
-        )
+        own = {"id": self._id, "begins": 0 if full else self._begins}
+        return publication_of(done, version).model_copy(update=own)
 
     def fetched(self, publication: Publication) -> CopiedWeights:
         """What a replica hands to its engine."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +15,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.support.waiting import PATIENCE
 
 TOKEN = "hf_test_token_of_no_use"
 _OF_TOKENIZER = {
@@ -27,6 +32,20 @@ def fetched(cache: Path) -> set[str]:
     """Names of the JSON files and weights below a cache of the hub's client, without those of tokenizers."""
     names = {path.name for path in cache.rglob("*") if path.suffix in (".json", ".safetensors")}
     return names - _OF_TOKENIZER
+
+
+def refused_worker(hub: Hub, module: str, cache: Path, **job: str) -> str:
+    """What `python -m MODULE` writes that ends with exit code 2 once it has asked this hub.
+
+    Not a fork: the hub's client reads its environment when it is imported.
+    """
+    environment = {**os.environ, **hub.environment, "HF_HOME": str(cache), **job}
+    command = [sys.executable, "-m", module]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert fetched(cache) == {"config.json", "generation_config.json"}
+    return done.stderr
 
 
 @dataclass

@@ -6,8 +6,8 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,13 +94,19 @@ def pool_of(*functions: str, **settings: Any) -> RewardPool:
     )
 
 
-async def with_pool(name: str, texts: list[str], timeout: float = PATIENCE, processes: int = 1) -> list[RewardResult]:
-    pool = pool_of(name, timeout=timeout, num_workers=processes)
-    await pool.start()
+@asynccontextmanager
+async def running(*functions: str, **settings: Any) -> AsyncIterator[RewardPool]:
+    pool = pool_of(*functions, **settings)
     try:
-        return await score(pool, name, texts)
+        await pool.start()
+        yield pool
     finally:
         await pool.close()
+
+
+async def with_pool(name: str, texts: list[str], timeout: float = PATIENCE, processes: int = 1) -> list[RewardResult]:
+    async with running(name, timeout=timeout, num_workers=processes) as pool:
+        return await score(pool, name, texts)
 
 
 def test_every_sample_gets_its_own_rewards_and_closing_leaves_no_process(word: str) -> None:
@@ -178,9 +184,7 @@ def test_a_killed_process_is_replaced_and_the_cause_named(
     counted(tmp_path, kills=0)
 
     async def work() -> list[RewardResult]:
-        pool = pool_of(word)
-        await pool.start()
-        try:
+        async with running(word) as pool:
             await score(pool, word, ["a"])
             (pid,) = _children()
             counted(tmp_path, kills=1)
@@ -190,8 +194,6 @@ def test_a_killed_process_is_replaced_and_the_cause_named(
             stats = pool.stats()
             assert (stats.pending, stats.oldest_s, stats.failed) == (0, 0.0, 1)
             return first + second
-        finally:
-            await pool.close()
 
     lost, scored = run(work())
     assert lost.error == f"RewardCrash: the reward process died ({BY_OTHERS})\nin reward function {word}"
@@ -229,12 +231,8 @@ def test_of_the_environment_a_reward_process_gets_what_is_named(
     file = tmp_path / "environment.json"
 
     async def work() -> None:
-        pool = pool_of(name, environment=["JUDGE_KEY"])
-        await pool.start()
-        try:
+        async with running(name, environment=["JUDGE_KEY"]) as pool:
             await pool.submit(Task("", {"file": str(file)}, (name,)))
-        finally:
-            await pool.close()
 
     run(work())
     seen = json.loads(file.read_text())
@@ -262,12 +260,8 @@ def test_several_functions_of_one_sample(word: str) -> None:
     """One of them fails: its error is told, the other's reward is kept for the record. One dies: it is named."""
 
     async def work() -> list[RewardResult]:
-        pool = pool_of(word, "format")
-        await pool.start()
-        try:
+        async with running(word, "format") as pool:
             return [await pool.submit(Task(text, {}, ("format", word))) for text in ("raise", "die")]
-        finally:
-            await pool.close()
 
     failed, died = run(work())
     assert failed.rewards == {"format": 0.0}
@@ -277,14 +271,10 @@ def test_several_functions_of_one_sample(word: str) -> None:
 
 def test_samples_are_scored_by_the_source_of_their_row() -> None:
     async def work() -> list[RewardResult]:
-        pool = pool_of("by_source")
-        try:
-            await pool.start()
+        async with running("by_source") as pool:
             rows = [{"data_source": source, "answer": "7"} for source in ("gsm8k", "math_dapo", "mine")]
             tasks = [pool.submit(Task("#### 7", row, ("by_source",))) for row in rows]
             return await asyncio.gather(*tasks)
-        finally:
-            await pool.close()
 
     gsm8k, dapo, mine = run(work())
     assert (gsm8k.rewards, dapo.rewards) == ({"by_source": 1.0}, {"by_source": 0.0})
@@ -316,12 +306,8 @@ def moody(completion, row):
     name = f"{path}:moody"
 
     async def work() -> tuple[list[RewardResult], PoolStats]:
-        pool = pool_of(name, timeout=5.0, retries=2)
-        await pool.start()
-        try:
+        async with running(name, timeout=5.0, retries=2) as pool:
             return await score(pool, name, kinds), pool.stats()
-        finally:
-            await pool.close()
 
     (*mended, never), stats = run(work())
     assert mended == [RewardResult({name: 1.0})] * 4
@@ -347,9 +333,7 @@ def test_nonsense_is_refused(data: bytes) -> None:
 
 def test_a_slow_sample_delays_nobody_behind_it(word: str) -> None:
     async def work() -> list[float]:
-        pool = pool_of(word, timeout=600.0, num_workers=2)
-        await pool.start()
-        try:
+        async with running(word, timeout=600.0, num_workers=2) as pool:
             slow, *others = [pool.submit(Task(text, {}, (word,))) for text in ("hang", "a", "bb", "ccc")]
             results = await asyncio.gather(*others)
             assert not slow.done()
@@ -357,8 +341,6 @@ def test_a_slow_sample_delays_nobody_behind_it(word: str) -> None:
             assert (stats.pending, stats.failed, stats.oldest_s > 0) == (1, 0, True)
             assert 0 < stats.seconds == pytest.approx(sum([result.seconds for result in results]))
             return [result.rewards[word] for result in results]
-        finally:
-            await pool.close()
 
     assert run(work()) == [1.0, 2.0, 3.0]
 

@@ -9,9 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,11 +25,8 @@ from rollout_worker.engines.vllm.arguments import engine_arguments, sampling_arg
 from schema.config import Config
 from schema.config.sections.policy import LoraConfig
 from tests.rollout_worker.engines.engine_contract import (
-    ATTEMPTS,
-    BOOT_S,
     EOS,
     MAX_LEN,
-    TOLERANCE,
     EngineContract,
     Subject,
     check_logprobs,
@@ -38,6 +34,7 @@ from tests.rollout_worker.engines.engine_contract import (
     log_softmax,
     plain_logits,
     request,
+    running,
     token_versions,
 )
 from tests.rollout_worker.tiny import publish_model, random_model, save_model, tokenizer
@@ -59,35 +56,21 @@ def config_of(root: Path, **sections: Any) -> Config:
     return Vllm.config(save_model(root / "model", random_model(1)), **sections)
 
 
-def settings_of(root: Path, model: Any, rollout: dict[str, Any], **sections: Any) -> Config:
+def keys_of(rollout: dict[str, Any]) -> dict[str, Any]:
+    """Keys of `[rollout]` of a small engine."""
+    small = {"backend": "vllm", "dtype": "float32", "max_num_seqs": 16, "max_concurrent_samples": 16}
+    return {**small, "parallelism": {"tp_size": 1}, **rollout}
+
+
+def settings_of(root: Path, model: Any, rollout: dict[str, Any]) -> Config:
     """The configuration of a small engine of this model."""
-    rollout = {"backend": "vllm", "dtype": "float32", "max_num_seqs": 16, "max_concurrent_samples": 16, **rollout}
-    rollout.setdefault("parallelism", {"tp_size": 1})
-    return Vllm.config(save_model(root / "model", model), rollout=rollout, **sections)
+    return Vllm.config(save_model(root / "model", model), rollout=keys_of(rollout))
 
 
-@contextmanager
 def subject_of(
     root: Path, models: list[Any], rollout: dict[str, Any], *, loaded: bool = True, **sections: Any
-) -> Iterator[Subject]:
-    torch.set_num_threads(1)
-    config = settings_of(root, models[0], rollout, **sections)
-    publications = [publish_model(root / "store", model, i) for i, model in enumerate(models)]
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    engine = create_engine(config, tokenizer(), frozenset({EOS}))
-    subject = Subject(engine, models, [fetch(root / "store", one) for one in publications], loop)
-    try:
-        subject.run(engine.start(), BOOT_S)
-        if loaded:
-            subject.load(0, 0)
-        yield subject
-    finally:
-        subject.run(engine.close())
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(PATIENCE)
-        loop.close()
+) -> AbstractContextManager[Subject]:
+    return running(Vllm, root, models, loaded=loaded, rollout=keys_of(rollout), **sections)
 
 
 def children() -> list[psutil.Process]:
@@ -200,33 +183,6 @@ class TestUntied:
             for _ in range(2):
                 wanted = request(prompt, SamplingSettings(max_tokens=6, ignore_eos=True))
                 check_logprobs(subject.models[which], wanted, subject.one(wanted))
-
-    def test_several_updates_under_one_sample(self, subject: Subject) -> None:
-        """Spans are exact to the token: each log-prob is that of the version its token names."""
-
-        async def swap() -> list[Generation]:
-            start = subject.engine.stats().tokens
-            subject.engine.submit([request("x", FREE, range(8)) for _ in range(2)])
-            for i, which in enumerate((1, 2, 0)):
-                while subject.engine.stats().tokens < start + 250 * (i + 1):  # noqa: ASYNC110
-                    await asyncio.sleep(0.001)
-                await subject.engine.load_weights(subject.weights[which], 21 + i)
-            return await subject._collect(16)
-
-        for _ in range(ATTEMPTS):
-            subject.load(0, 20)
-            found = subject.run(swap())
-            subject.version = 23
-            if max(len(sample.version_starts) for sample in found) >= 3:
-                break
-        models = {20: 0, 21: 1, 22: 2, 23: 0}
-        assert max(len(sample.version_starts) for sample in found) >= 3
-        for sample in found:
-            tokens = sample.token_ids.tolist()
-            plain = [plain_logits(model, encode("x"), tokens) for model in subject.models]
-            for i, version in enumerate(token_versions(sample)):
-                expected = log_softmax(plain[models[version]][i])[tokens[i]]
-                assert abs(expected - sample.logprobs[i]) <= TOLERANCE, f"token {i} of version {version}"
 
     def test_weights_without_a_store(self, subject: Subject) -> None:
         class InMemory:
@@ -418,8 +374,24 @@ class TestTensorParallel:
 class TestRefusals:
     """Settings that vLLM cannot work with end the start, and no process is left."""
 
-    def refused(self, root: Path, message: str, **sections: Any) -> None:
-        engine = create_engine(config_of(root, **sections), tokenizer(), frozenset({EOS}))
+    @pytest.mark.parametrize(
+        ("rollout", "message"),
+        [
+            ({"engine_kwargs": {"max_num_batchd": 1}}, r"engine_kwargs\.max_num_batchd: vLLM has no such"),
+            (
+                {"sampling_config": {"extra": {"allowed_tokens": [1]}}},
+                r"allowed_tokens: .*did you mean allowed_token_ids\?",
+            ),
+            ({"max_num_batched_tokens": 16}, "^vLLM refuses these settings: max_num_batched_tokens"),
+            (
+                {"quantization": "no_such_method"},
+                "^vLLM refuses these settings: Unknown quantization method: no_such_method",
+            ),
+        ],
+    )
+    def test_settings_that_vllm_cannot_work_with(self, tmp_path: Path, rollout: dict[str, Any], message: str) -> None:
+        rollout = {"backend": "vllm", "parallelism": {"tp_size": 1}, **rollout}
+        engine = create_engine(config_of(tmp_path, rollout=rollout), tokenizer(), frozenset({EOS}))
 
         async def start() -> None:
             try:
@@ -430,25 +402,6 @@ class TestRefusals:
         with pytest.raises(EngineConfigError, match=message):
             asyncio.run(start())
         until(lambda: not children(), "the end of all processes")
-
-    def test_unknown_engine_argument(self, tmp_path: Path) -> None:
-        rollout = {"backend": "vllm", "parallelism": {"tp_size": 1}, "engine_kwargs": {"max_num_batchd": 1}}
-        self.refused(tmp_path, r"engine_kwargs\.max_num_batchd: vLLM has no such", rollout=rollout)
-
-    def test_unknown_sampling_field(self, tmp_path: Path) -> None:
-        sampling = {"extra": {"allowed_tokens": [1]}}
-        rollout = {"backend": "vllm", "parallelism": {"tp_size": 1}, "sampling_config": sampling}
-        self.refused(tmp_path, r"allowed_tokens: .*did you mean allowed_token_ids\?", rollout=rollout)
-
-    def test_what_vllm_itself_refuses(self, tmp_path: Path) -> None:
-        rollout = {"backend": "vllm", "parallelism": {"tp_size": 1}, "max_num_batched_tokens": 16}
-        self.refused(tmp_path, "^vLLM refuses these settings: max_num_batched_tokens", rollout=rollout)
-
-    def test_a_quantised_engine(self, tmp_path: Path) -> None:
-        rollout = {"backend": "vllm", "parallelism": {"tp_size": 1}, "quantization": "no_such_method"}
-        self.refused(
-            tmp_path, "^vLLM refuses these settings: Unknown quantization method: no_such_method", rollout=rollout
-        )
 
 
 def test_our_names_are_those_of_the_installed_vllm() -> None:
