@@ -28,7 +28,6 @@ from policy_worker.model.model import DTYPES, PolicyModel
 from policy_worker.model.stages import Stages
 from policy_worker.parallel.mesh import ParallelDims
 from policy_worker.parallel.rank_group import RankGroup
-from policy_worker.process import RankEnvironment
 from policy_worker.trained.critic import Critic
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
@@ -37,6 +36,7 @@ from schema.config.layout import reference_is_within
 from schema.config.sections.optimizer import PrecisionKeys
 from schema.config.sections.policy import LoraConfig
 from tests.policy_worker.material import make_config
+from tests.policy_worker.ranks import joined
 from weight_sync.stored import stored_tensors
 
 
@@ -147,8 +147,6 @@ def within(limit: int, config: Config, group: RankGroup) -> dict[str, Any]:
 
 
 def main(out: Path, options: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    group = RankGroup(RankEnvironment.of_environ())
 
     def config_of(path: str) -> Config:
         mesh = {"tp_size": 1, "dp_shard_size": group.world, **options.get("mesh", {})}
@@ -158,7 +156,7 @@ def main(out: Path, options: dict[str, Any]) -> None:
     *compared, last = options["models"]
     if "limit" not in options:
         compared.append(last)
-    try:
+    with joined() as group:
         group.arrange(ParallelDims.of_config(config_of(last).policy.parallelism, group.world))
         for path in compared:
             config = config_of(path)
@@ -167,9 +165,6 @@ def main(out: Path, options: dict[str, Any]) -> None:
             found = within(options["limit"], config_of(last), group)
             if group.leads:
                 (out / "memory.json").write_text(json.dumps(found))
-        group.barrier()
-    finally:
-        group.close()
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from policy_worker.parallel.mesh import ParallelDims
-from policy_worker.parallel.rank_group import RankGroup
-from policy_worker.process import RankEnvironment
 from policy_worker.trained.optim import Optimizer, OptimizerSettings
+from tests.policy_worker.ranks import joined
 
 CLIP = 0.5
 
@@ -39,9 +38,7 @@ def step_of(impl: str, place: Callable[[str, Tensor], Tensor]) -> dict[str, Tens
 
 
 def main(out: Path, impl: str) -> None:
-    torch.set_num_threads(1)
-    group = RankGroup(RankEnvironment.of_environ())
-    try:
+    with joined() as group:
         group.arrange(ParallelDims(dp_shard=2, tp=2))
         mesh = group.mesh()
         layouts = {
@@ -58,9 +55,6 @@ def main(out: Path, impl: str) -> None:
         found = {name: tensor.cpu().contiguous() for name, tensor in step_of(impl, place).items()}
         if group.leads:
             save_file(found, out / "tensors.safetensors")
-        group.barrier()
-    finally:
-        group.close()
 
 
 if __name__ == "__main__":

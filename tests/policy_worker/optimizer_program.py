@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from policy_worker.parallel.fsdp import whole
 from policy_worker.parallel.rank_group import RankGroup
-from policy_worker.process import RankEnvironment
 from policy_worker.trained.lr_schedule import Schedule
 from policy_worker.trained.trainer import Trainer
 from tests.policy_worker.checkpoint_material import load_state, save_state
 from tests.policy_worker.material import make_config, tiny_model
+from tests.policy_worker.ranks import joined
 
 STEPS = range(3)
 CASES: dict[str, dict[str, Any]] = {
@@ -77,9 +77,7 @@ def resumed(name: str, group: RankGroup, checkpoint: Path) -> dict[str, Tensor]:
 
 
 def main(out: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    group = RankGroup(RankEnvironment.of_environ())
-    try:
+    with joined() as group:
         for name in names:
             trainer, _ = trainer_of(name, group)
             take(trainer, STEPS[:2])
@@ -90,9 +88,6 @@ def main(out: Path, names: list[str]) -> None:
                 assert torch.equal(found[key], tensor), (name, key)
             if group.leads:
                 save_file(expected, out / f"{name}.safetensors")
-        group.barrier()
-    finally:
-        group.close()
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ from policy_worker.parallel import distribute
 from policy_worker.parallel.mesh import ParallelDims
 from policy_worker.parallel.pipeline_stages import names_here, names_of_all
 from policy_worker.parallel.rank_group import RankGroup
-from policy_worker.process import RankEnvironment
 from policy_worker.training.batches.source import BatchSource
 from policy_worker.training.grpo import Grpo
 from schema.wire.batch import encode_batch
@@ -62,6 +61,7 @@ from tests.policy_worker.material import (
     with_kept_sets,
     with_shared_prefixes,
 )
+from tests.policy_worker.ranks import joined
 from weight_sync import hub_tensors
 from weight_sync.parking import Parked
 
@@ -240,11 +240,9 @@ def _train(group: RankGroup, options: dict[str, Any]) -> Result:
 
 
 def main(out: Path, options: Any) -> None:
-    torch.set_num_threads(1)
     distribute.BACKEND = "aot_eager"  # as compiled, without a C++ compiler
     several = isinstance(options, list)
-    group = RankGroup(RankEnvironment.of_environ())
-    try:
+    with joined() as group:
         cases = options if several else [options]
         if "mesh" in cases[0]:
             group.arrange(ParallelDims(**cases[0]["mesh"]))
@@ -255,9 +253,6 @@ def main(out: Path, options: Any) -> None:
             save_file(tensors, folder / f"tensors-{group.rank}.safetensors")
             if group.leads:
                 (folder / "metrics.json").write_text(json.dumps(metrics))
-        group.barrier()
-    finally:
-        group.close()
 
 
 if __name__ == "__main__":

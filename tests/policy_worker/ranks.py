@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from policy_worker.parallel.rank_group import RankGroup
+from policy_worker.process import RankEnvironment
 from tests.support.devices import GPUS, WITHOUT_GPU
 from tests.support.forked import Forked
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
+
+
+@contextmanager
+def joined() -> Iterator[RankGroup]:
+    """In a program of a rank: its group, which all leave together."""
+    torch.set_num_threads(1)
+    group = RankGroup(RankEnvironment.of_environ())
+    try:
+        yield group
+        group.barrier()
+    finally:
+        group.close()
 
 
 def start_ranks(

@@ -18,10 +18,9 @@ from torch import Tensor
 from policy_worker.model.drawn import Reshaping, drawn_of
 from policy_worker.model.head import Head, VocabularyShard
 from policy_worker.model.logprobs import Beside, logprobs_at, token_kl, token_logprobs, top_tokens
-from policy_worker.parallel.rank_group import RankGroup
-from policy_worker.process import RankEnvironment
 from tests.policy_worker.model.test_drawn import CASES, V, make_contexts
 from tests.policy_worker.model.test_logprobs import naive_log_p
+from tests.policy_worker.ranks import joined
 
 UNEVEN = {2: [15, 8], 4: [7, 3, 12, 1]}
 FORMS = [(False, 1.0, None), (True, 0.25, None), (True, 1.0, 1.5)]
@@ -125,9 +124,7 @@ def check(
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    group = RankGroup(RankEnvironment.of_environ())
-    try:
+    with joined() as group:
         half = group.world // 2
         halves = [dist.new_group(ranks) for ranks in (list(range(half)), list(range(half, group.world)))]
         shards = [shard(dist.group.WORLD, UNEVEN[group.world]), shard(halves[group.rank // half], UNEVEN[half])]
@@ -150,9 +147,6 @@ def main() -> None:
                 of = make_contexts(0, reshaping)
                 drawn = drawn_of(of, reshaping, V, "cpu")
                 check(here, Head(weight, None, 1.3, 2.0), hidden, states, 40, 1e-10, drawn)
-        group.barrier()
-    finally:
-        group.close()
 
 
 if __name__ == "__main__":

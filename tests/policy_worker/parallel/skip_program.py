@@ -7,21 +7,16 @@ import sys
 from pathlib import Path
 
 from policy_worker.parallel.loss_scale import FIRST, LossScaler
-from policy_worker.parallel.rank_group import RankGroup
-from policy_worker.process import RankEnvironment
+from tests.policy_worker.ranks import joined
 
 
 def main(out: Path) -> None:
-    group = RankGroup(RankEnvironment.of_environ())
-    try:
+    with joined() as group:
         scaler = LossScaler(group, "train.param_dtype")
         norms = (1.0, math.inf if group.rank else 1.0, 1.0)
         skipped = [scaler.skips(norm) for norm in norms]
         assert (skipped, scaler.state) == ([False, True, False], (FIRST / 2, 1))
         (out / str(group.rank)).touch()
-        group.barrier()
-    finally:
-        group.close()
 
 
 if __name__ == "__main__":

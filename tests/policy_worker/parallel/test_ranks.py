@@ -95,11 +95,14 @@ def test_two_ranks_equal_one(tmp_path: Path, group: RankGroup):
     # samples of versions 0 to 3 in turn, at step 3
     old: dict[str, Any] = {"samples": {**SAMPLES, "version": [0, 1, 2, 3] * 2 + [0]}, "first_step": 3, "steps": 4}
     grpo = {**GRPO, "allowed_outdated_steps": 3}
-    alone, expected = run_here(group, grpo=grpo, **old)
     # the store loses payloads, and then a batch, under the ranks: they ask again, all of them
     answers = {"0": ["whole", "anew"], "1": ["gone"]}
-    grpo |= {"balance_dp_token": True}
-    tensors, metrics = run(tmp_path / "2", 2, grpo=grpo, answers=answers, **old)
+    parted = {"grpo": grpo | {"balance_dp_token": True}, "answers": answers, **old}
+    # one layer stays whole, the other in part; the embeddings are of the rest of the model
+    chosen = {"model.layers.0": False, "model.layers.1.mlp": False, "model.embed_tokens": False}
+    frozen: dict[str, Any] = {"samples": SAMPLES, "sections": {"policy": {"trainable_map": chosen}}, "steps": 2}
+    (tensors, metrics), (some, later) = run_each(tmp_path / "2", 2, [parted, frozen])
+    alone, expected = train(group, {"grpo": grpo, **old})
     assert_equal(gradients(tensors), gradients(alone), 2e-6)
     assert_equal(tensors, alone, 2e-5)
     for name in ("loss", "grad_norm", "entropy", "behaviour_kl", "ratio_max", "clip_fraction"):
@@ -108,22 +111,15 @@ def test_two_ranks_equal_one(tmp_path: Path, group: RankGroup):
     assert all(ages[f"staleness_tokens/{age}"] > 0 for age in range(4))
     assert ages.items() <= metrics[0].items()
 
-
-@pytest.mark.slow
-def test_two_ranks_that_train_a_part_equal_one(tmp_path: Path, group: RankGroup):
-    # one layer stays whole, the other in part; the embeddings are of the rest of the model
-    chosen = {"model.layers.0": False, "model.layers.1.mlp": False, "model.embed_tokens": False}
-    options: dict[str, Any] = {"sections": {"policy": {"trainable_map": chosen}}, "steps": 2}
-    alone, expected = run_here(group, **options)
-    tensors, metrics = run(tmp_path / "2", 2, **options)
+    alone, expected = train(group, frozen)
     names = [name for name in gradients(alone) if ".layers." in name]
     assert names
     assert all(".layers.1." in name and ".mlp." not in name for name in names)
-    assert_equal(gradients(tensors), gradients(alone), 2e-5)
-    assert_equal(tensors, alone, 2e-5)
-    start = tiny_lm().state_dict()
-    assert torch.equal(tensors["model.layers.0.mlp.up_proj.weight"], start["model.layers.0.mlp.up_proj.weight"])
-    assert metrics[1]["grad_norm"] == pytest.approx(expected[1]["grad_norm"], rel=rounding(2e-5))
+    assert_equal(gradients(some), gradients(alone), 2e-5)
+    assert_equal(some, alone, 2e-5)
+    stays = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(some[stays], tiny_lm().state_dict()[stays])
+    assert later[1]["grad_norm"] == pytest.approx(expected[1]["grad_norm"], rel=rounding(2e-5))
 
 
 def drawn(random: Random) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -155,6 +151,12 @@ def with_critic() -> tuple[dict[str, Any], dict[str, Any]]:
     return whole, whole | {"grpo": grpo | size, "sections": {"critic": critic | {"mini_batch": 1}}}
 
 
+def more_ranks_than_samples() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Some of which train on nothing, over several steps of two optimizer steps each."""
+    whole = {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1}, "steps": 3}
+    return whole, whole | {"train": {"optm_impl": "fused", "fsdp_reshard_after_forward": "always"}}
+
+
 @pytest.fixture
 def far() -> Iterator[dict[str, Any]]:
     """A teacher on a server, which each rank asks for its own samples."""
@@ -178,6 +180,7 @@ def test_several_ranks_equal_one_whatever_the_algorithm(
         (taught, parted | {"sections": taught["sections"], "steps": 1}),
         with_critic(),
         with_penalties(),
+        more_ranks_than_samples(),
         *(drawn(random) for _ in range(examples(6))),
     ]
     found = run_each(tmp_path / "ranks", world, [parted for _, parted in pairs])
@@ -210,20 +213,10 @@ def test_whatever_is_guessed_of_the_next_batch_the_step_is_the_same(group: RankG
 
 
 @pytest.mark.slow
-def test_two_copies_equal_one_rank(tmp_path: Path, group: RankGroup):
-    alone, expected = run_here(group, grpo=GRPO | EVERYTHING)
-    tensors, metrics = run(tmp_path / "2", 2, mesh={"dp_replicate": 2}, grpo=GRPO | EVERYTHING)
-    assert_equal(gradients(tensors), gradients(alone), 2e-6)
-    del expected[0]["shared_fraction"]  # the samples of a group may be on different ranks
-    for name, value in expected[0].items():
-        assert metrics[0][name] == pytest.approx(value, rel=rounding(2e-5), abs=1e-7), name
-
-
-@pytest.mark.slow
-def test_two_units_of_two_shards_equal_one_rank(tmp_path: Path, group: RankGroup):
+def test_two_copies_of_units_of_two_ranks_equal_one_rank(tmp_path: Path, group: RankGroup):
     # ranks 0 and 2 lead
     alone, expected = run_here(group, grpo=GRPO | EVERYTHING)
-    mesh, answers = {"dp_shard": 2, "cp": 2}, {"0": ["whole", "anew"], "2": ["gone"]}
+    mesh, answers = {"dp_replicate": 2, "cp": 2}, {"0": ["whole", "anew"], "2": ["gone"]}
     tensors, metrics = run(tmp_path / "4", 4, mesh=mesh, grpo=GRPO | EVERYTHING, answers=answers)
     assert_equal(gradients(tensors), gradients(alone), 2e-6)
     del expected[0]["shared_fraction"]  # the samples of a group may be on different ranks
@@ -236,7 +229,8 @@ def test_two_copies_of_two_shards_are_saved_once_and_go_on_anywhere(tmp_path: Pa
     train = {"optm_lr": 1e-2, "optm_warmup_steps": 0}
     options: dict[str, Any] = {"grpo": GRPO | {"advantage_estimator": "gae"}, "train": train}
     expected, _ = run_here(group, steps=3, **options)
-    mesh, saved = {"dp_replicate": 2, "dp_shard": 2}, {"save": str(tmp_path / "s"), "save_step": 2}
+    mesh = {"dp_replicate": 2, "dp_shard": 2}
+    saved = {"save": str(tmp_path / "s"), "save_step": 2, "staged": True}
     run(tmp_path / "4", 4, mesh=mesh, steps=2, **saved, **options)
     state = tmp_path / "s" / "step-00000002"
     of_model = [load_file(path) for path in sorted(state.glob("model-*.safetensors"))]
@@ -245,19 +239,6 @@ def test_two_copies_of_two_shards_are_saved_once_and_go_on_anywhere(tmp_path: Pa
     found, _ = run_here(group, first_step=2, steps=3, restore=str(state), **options)
     assert_equal(found, expected, 1e-4)
     found, _ = run(tmp_path / "3", 3, first_step=2, steps=3, restore=str(state), **options)
-    assert_equal(found, expected, 1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("reshard", "impl"), [("always", "fused"), pytest.param("never", "for-loop", marks=pytest.mark.soak)]
-)
-def test_more_ranks_than_samples_over_several_steps(tmp_path: Path, group: RankGroup, reshard: str, impl: str):
-    options: dict[str, Any] = {"samples": {"n": 2}, "grpo": {"batch_size_per_optimize": 1}, "steps": 3}
-    options["train"] = {"optm_impl": impl, "fsdp_reshard_after_forward": reshard}
-    expected, _ = run_here(group, **options)
-    found, metrics = run(tmp_path / "3", 3, **options)
-    assert metrics[0]["optimizer_steps"] == 2.0
     assert_equal(found, expected, 1e-4)
 
 
@@ -298,21 +279,6 @@ def test_a_critic_is_restored_bit_for_bit(tmp_path: Path, group: RankGroup):
     run_here(group, first_step=2, steps=3, restore=str(tmp_path / "plain" / "step-00000002"), **options)
 
 
-@pytest.mark.slow
-def test_a_critic_on_devices_of_its_own_equals_one_on_the_policys(tmp_path: Path, group: RankGroup):
-    options: dict[str, Any] = {"grpo": {"advantage_estimator": "gae", "kl_beta": 0.1}}
-    apart = {
-        "placement": {"policy": [0, 1], "reference": [2, 3], "critic": [4, 5]},
-        "policy": {"parallelism": {"dp_shard_size": 2}},
-    }
-    expected, _ = run_here(group, steps=3, **options)
-    saved = {"save": str(tmp_path / "s"), "save_step": 2}
-    run(tmp_path / "2", 2, steps=2, sections=apart, **saved, **options)
-    state = str(tmp_path / "s" / "step-00000002")
-    found, _ = run_here(group, first_step=2, steps=3, restore=state, **options)
-    assert_equal(found, expected, 1e-4)
-
-
 @pytest.mark.usefixtures("deterministic")
 def test_a_reference_that_was_reset_and_a_kl_that_adapted_are_restored(tmp_path: Path, group: RankGroup):
     term = {"beta": 0.1, "controller": "adaptive", "target": 1e-3, "horizon": 50}
@@ -338,32 +304,34 @@ def test_an_offloaded_reference_gives_the_same(group: RankGroup):
 
 
 @pytest.mark.slow
-def test_a_whole_reference_on_devices_of_its_own_equals_a_sharded_one(tmp_path: Path, group: RankGroup):
-    options: dict[str, Any] = {
-        "grpo": GRPO | {"kl_beta": 0.1, "kl_type": "full", "reference_reset_interval": 2},
-        "train": {"optm_lr": 1e-2, "optm_warmup_steps": 0},
-    }
-    apart = {"placement": {"policy": [0, 1], "reference": [2, 3]}, "policy": {"parallelism": {"dp_shard_size": 2}}}
-    expected, metrics = run_here(group, steps=4, **options)
-    saved = {"save": str(tmp_path / "s"), "save_step": 3}
-    run(tmp_path / "2", 2, steps=3, sections=apart, **saved, **options)
-    state = str(tmp_path / "s" / "step-00000003")
-    for sections in (apart, {}):
-        found, later = run_here(group, first_step=3, steps=4, restore=state, sections=sections, **options)
-        assert later[0]["reference_kl"] == pytest.approx(metrics[3]["reference_kl"], rel=1e-3)
-        assert_equal(found, expected, 1e-4)
-
-
-@pytest.mark.slow
-def test_state_of_two_ranks_is_restored_by_one_and_by_three(tmp_path: Path, group: RankGroup):
-    state = str(tmp_path / "state" / "step-00000000")
-    straight, _ = run_here(group, steps=3)
-    run(tmp_path / "2", 2, steps=2, save=str(tmp_path / "state"), staged=True)
-    for found, _ in (
-        run_here(group, first_step=2, steps=3, restore=state),
-        run(tmp_path / "3", 3, first_step=2, steps=3, restore=state),
-    ):
-        assert_equal(found, straight, 1e-4)
+def test_roles_on_devices_of_their_own_equal_those_on_the_policys(tmp_path: Path, group: RankGroup):
+    """The reference is whole there; what was saved by two ranks goes on here, with devices of its own and without."""
+    policy = {"parallelism": {"dp_shard_size": 2}}
+    of_critic = {"policy": [0, 1], "reference": [2, 3], "critic": [4, 5]}
+    cases: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+        (
+            3,
+            {
+                "grpo": GRPO | {"kl_beta": 0.1, "kl_type": "full", "reference_reset_interval": 2},
+                "train": {"optm_lr": 1e-2, "optm_warmup_steps": 0},
+            },
+            {"placement": {"policy": [0, 1], "reference": [2, 3]}, "policy": policy},
+        ),
+        (2, {"grpo": {"advantage_estimator": "gae", "kl_beta": 0.1}}, {"placement": of_critic, "policy": policy}),
+    ]
+    saves = [
+        {"samples": SAMPLES, "steps": at, "sections": apart, "save": str(tmp_path / f"s{at}"), "save_step": at}
+        for at, _, apart in cases
+    ]
+    saves = [save | options for save, (_, options, _) in zip(saves, cases, strict=True)]
+    run_each(tmp_path / "2", 2, saves)
+    for at, options, apart in cases:
+        expected, metrics = run_here(group, steps=at + 1, **options)
+        state = str(tmp_path / f"s{at}" / f"step-0000000{at}")
+        for sections in (apart, {}):
+            found, later = run_here(group, first_step=at, steps=at + 1, restore=state, sections=sections, **options)
+            assert later[0]["reference_kl"] == pytest.approx(metrics[at]["reference_kl"], rel=1e-3)
+            assert_equal(found, expected, 1e-4)
 
 
 def test_state_of_another_model_is_refused(tmp_path: Path, group: RankGroup):

@@ -186,12 +186,6 @@ def test_a_store_that_fails_for_too_long_is_an_error_with_a_name(start: Any) -> 
     assert outcome.publications == []
 
 
-def test_who_is_asked_to_leave_does_not_wait_for_a_store_that_fails(start: Any) -> None:
-    outcome = start().run(2, "publish", "settle", "hold", "publish", "leave", "settle")
-    assert (outcome.out / "settled").read_text() == "False"
-    assert outcome.forms == ["full"]
-
-
 def test_a_version_that_is_given_up_while_leaving_stops_no_checkpoint(start: Any) -> None:
     """The step that was under way is committed, its version is owed, and the replica goes on to save and leave."""
     outcome = start().run(2, "publish", "settle", "hold", "publish", "leave", "stopped", "owe", "owe", "settle")
@@ -222,13 +216,6 @@ def test_replicas_that_can_read_nothing_get_the_same_version_in_full(start: Any)
     outcome = start().run(1, *step * 2, "ask", "publish", "settle", *step)
     assert outcome.forms == ["full", "delta<1", "full", "delta<3"]
     assert outcome.publications[2].content_hash == outcome.publications[1].content_hash
-
-
-def test_without_deltas_every_version_is_full(start: Any) -> None:
-    outcome = start(weight_sync={"encoding": "full"}).run(1, *["touch 97", "publish", "touch 7", "settle"] * 3)
-    assert outcome.forms == ["full"] * 3
-    for number, publication in enumerate(outcome.publications):
-        assert_equal(weights(outcome, publication), outcome.expected(number))
 
 
 def test_what_is_collected_leaves_store_and_chain(start: Any) -> None:

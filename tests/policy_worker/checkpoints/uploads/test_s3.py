@@ -166,11 +166,7 @@ def test_a_checkpoint_that_nobody_could_offer_is_found(objects: ObjectStore, tmp
     run_dir = run_of(tmp_path)
     path = checkpoint(run_dir, 7, 1000)
     (path.parent / f"{path.name}.keep").mkdir()  # somebody's copy
-    one = uploader(run_dir)
-    one.resume()
-    one.finish(PATIENCE)
-    one.close()
-    check_arrived(objects, run_dir, path)
+    check_resumed(objects, run_dir, path)
 
 
 def test_a_record_of_a_deleted_checkpoint_goes_and_half_a_record_begins_again(
@@ -181,12 +177,8 @@ def test_a_record_of_a_deleted_checkpoint_goes_and_half_a_record_begins_again(
     records.mkdir()
     for name in ("step-00000003", path.name):
         (records / f"{name}.s3.json").write_text("half a rec")
-    one = uploader(run_dir)
-    one.resume()
-    one.finish(PATIENCE)
-    one.close()
+    check_resumed(objects, run_dir, path)
     assert [file.name for file in records.iterdir()] == [f"{path.name}.s3.json"]
-    check_arrived(objects, run_dir, path)
 
 
 @pytest.mark.slow
@@ -195,13 +187,9 @@ def test_a_damaged_checkpoint_is_not_copied(objects: ObjectStore, tmp_path: Path
     damaged, path = checkpoint(run_dir, 3, 1000), checkpoint(run_dir, 4, 1000)
     with (damaged / "state.safetensors").open("r+b") as stream:
         stream.write(b"flipped")
-    one = uploader(run_dir)
-    one.resume()
-    one.finish(PATIENCE)
-    one.close()
-    assert f"{damaged / 'state.safetensors'} was altered" in one.trouble()
+    trouble = check_resumed(objects, run_dir, path)
+    assert f"{damaged / 'state.safetensors'} was altered" in trouble
     assert [key for key in objects.keys(BUCKET) if f"{run_dir.name}/{damaged.name}/" in key] == []
-    check_arrived(objects, run_dir, path)
 
 
 @pytest.mark.slow
@@ -424,13 +412,14 @@ def test_a_store_that_was_killed_and_forgot_gets_all_of_it_again(
         store.kill()
 
 
-def check_resumed(store: ObjectStore, run_dir: Path, path: Path) -> None:
-    """A new process sends what the one before did not."""
+def check_resumed(store: ObjectStore, run_dir: Path, path: Path) -> str:
+    """A new process sends what the one before did not. Its trouble."""
     again = uploader(run_dir)
     again.resume()
     again.finish(PATIENCE)
     again.close()
     check_arrived(store, run_dir, path)
+    return again.trouble()
 
 
 @pytest.mark.slow
