@@ -75,7 +75,7 @@ class PromptTokenizer:
         self._tools: list[Any] | None = None
         self._before, self._behind = self._added()
         self._opening: list[int] = []
-        """What begins each prompt and conversation: a chat template writes it itself."""
+        """The tokens that begin each prompt and conversation; none where a chat template writes them."""
         if self._template is None:
             self._opening = self._before
             logger.warning("the tokenizer of %s has no chat template: contents are used as plain text", name)
