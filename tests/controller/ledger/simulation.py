@@ -81,7 +81,7 @@ class Simulation:
         self.superseded: list[str] = []
         self.filtered = 0
         """Groups dropped by the filter since a step was assembled last."""
-        self.events = 0
+        self.events = self.expired = 0
 
     @property
     def trained(self) -> dict[str, int]:
@@ -206,9 +206,10 @@ class Simulation:
                 self.ledger.release(replica.leases.pop(name))
 
     def expire(self) -> None:
-        self.now += self.random.uniform(0, self.params.lease_timeout / 3)
+        silence = 2.0 if self.random.random() < 0.1 else self.random.uniform(0.0, 1 / 3)
+        self.now += silence * self.params.lease_timeout
         with self.costs_nothing():
-            self.ledger.expire(self.now)
+            self.expired += self.ledger.expire(self.now)
 
     def step(self) -> None:
         is_new = self.ledger.batch(self.ledger.table.committed) is None

@@ -47,3 +47,4 @@ def test_a_long_job_under_constant_failures(bound: int) -> None:
     simulation.run(chaos=1.0, max_events=60_000)
     assert len(simulation.trained) > 100
     assert simulation.ledger.table.timeline > 3
+    assert simulation.expired > 0
