@@ -77,17 +77,17 @@ class JobTokens:
         """
         scheme, _, given = (authorization or "").partition(" ")
         sent = given.strip().encode()
-        found: Caller | None = None
+        match: Caller | None = None
         for caller, token in self._tokens.items():
             if hmac.compare_digest(token, sent):
-                found = caller
+                match = caller
         if scheme.lower() != "bearer":
-            found = None
-        if found is None:
+            match = None
+        if match is None:
             why = "the token is not valid for this job" if authorization else "no token was sent"
             detail = f"{why}: send `Authorization: Bearer <token>`"
             raise ApiError(ErrorCode.UNAUTHORIZED, detail)
-        return found
+        return match
 
 
 class AuthMiddleware:

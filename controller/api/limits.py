@@ -56,13 +56,13 @@ class BodyBudget:
     def __init__(self, limit: int) -> None:
         self.limit, self.used = limit, 0
 
-    def fits(self, n: int, mine: int = 0) -> bool:
-        """Whether a body that is charged `mine` bytes may take `n` more."""
-        return n <= 0 or self.used == mine or self.used + n <= self.limit
+    def fits(self, n: int, own_bytes: int = 0) -> bool:
+        """Whether a body that is charged `own_bytes` already may take `n` bytes more."""
+        return n <= 0 or self.used == own_bytes or self.used + n <= self.limit
 
-    def take(self, n: int, mine: int = 0) -> bool:
+    def take(self, n: int, own_bytes: int = 0) -> bool:
         """Take bytes, if they fit; return whether they did."""
-        if not self.fits(n, mine):
+        if not self.fits(n, own_bytes):
             return False
         self.used += n
         return True

@@ -66,11 +66,11 @@ class JobCollector(Collector):
         yield from self._autoscale(job)
 
     def _autoscale(self, job: str) -> Iterator[Metric]:
-        """How many rollout replicas there should be, and what that follows from."""
-        found = self._controller.autoscale.status()
-        desired: Samples = {(): float(found.desired)}
+        """Yield the desired number of rollout replicas, and the measures that it follows from."""
+        status = self._controller.autoscale.status()
+        desired: Samples = {(): float(status.desired)}
         yield _gauge("autoscale_desired", "Rollout replicas that there should be", desired, (), job)
-        if (seen := found.measures) is not None:
+        if (seen := status.measures) is not None:
             for name, text, value in (
                 ("wait_fraction", "Share of its time that the trainer waited for samples", seen.wait),
                 ("throttled_fraction", "Share of what replicas could hold and the bound refused", seen.throttled),
@@ -114,9 +114,9 @@ class JobCollector(Collector):
         newest = {} if weights is None else {
             "bytes": weights.n_bytes, "ratio": weights.ratio, "density": weights.density
         }  # fmt: skip
-        for name, found in newest.items():
-            if found is not None:
-                yield _gauge(f"weights_{name}", f"Of the newest version: {name}", {(): float(found)}, (), job)
+        for name, number in newest.items():
+            if number is not None:
+                yield _gauge(f"weights_{name}", f"Of the newest version: {name}", {(): float(number)}, (), job)
 
 
 def _rewards(status: JobStatus, job: str) -> Iterator[Metric]:

@@ -35,9 +35,9 @@ def schema_of(kind: type[BaseModel]) -> dict[str, Any]:
     return kind.model_json_schema(ref_template=REFERENCE)
 
 
-def models(answer: Any, body: type[BaseModel] | None = None, **more: Any) -> dict[str, Any]:
+def models(answer: Any, body: type[BaseModel] | None = None, **route_options: Any) -> dict[str, Any]:
     """Arguments of a route that answers with a model, and parses one from its body itself."""
-    described = {"responses": {200: {"model": answer}, **more.pop("responses", {})}, **more}
+    described = {"responses": {200: {"model": answer}, **route_options.pop("responses", {})}, **route_options}
     return described if body is None else described | takes(body)
 
 
@@ -65,10 +65,10 @@ FRAME_ANSWER = answers(CONTENT_TYPE, "Frame bytes.", {"type": "string", "format"
 
 def document(app: FastAPI) -> dict[str, Any]:
     """The document of all routes of `app`."""
-    found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    components = found.setdefault("components", {})
+    openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    components = openapi_schema.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
-    for path, item in found["paths"].items():
+    for path, item in openapi_schema["paths"].items():
         for operation in item.values():
             operation["responses"].pop("422", None)
             operation["responses"]["default"] = _PROBLEM
@@ -81,4 +81,4 @@ def document(app: FastAPI) -> dict[str, Any]:
     schemas["Problem"] = Problem.model_json_schema(ref_template=REFERENCE)
     schemas |= schemas["Problem"].pop("$defs", {})
     components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-    return found
+    return openapi_schema

@@ -106,8 +106,8 @@ class Question:
         except h11.RemoteProtocolError:
             raise Unproven("it closes the connection" if not data else "its answer is not HTTP") from None
 
-    def judge(self, own: Any, there: Any) -> None:
-        """Check the whole answer. own, there: socket addresses of both ends as this one sees them.
+    def judge(self, own: Any, peer: Any) -> None:
+        """Check the whole answer. own, peer: socket addresses of both ends as this one sees them.
 
         Raises `Unproven` and its kinds.
         """
@@ -120,18 +120,18 @@ class Question:
         hand = handshake(self._token, self._asked, reply.nonce, reply.host, reply.port)
         if not any(hand.is_proven("server", proof) for proof in reply.proofs):
             raise WrongProof("it is a controller that does not have this token")
-        self._judge_way(own, there, reply)
+        self._judge_way(own, peer, reply)
         if self._http.their_state is not h11.DONE or self._http.trailing_data[0]:
             raise Unproven("it does not keep the connection for requests")
 
-    def _judge_way(self, own: Any, there: Any, reply: ProofReply) -> None:
+    def _judge_way(self, own: Any, peer: Any, reply: ProofReply) -> None:
         """Raises `Relayed`: both ends are on one machine, and the controller was reached elsewhere than dialled."""
-        ours, dialled, arrived = _ip(own[0]), _ip(there[0]), _ip(reply.host)
+        own_ip, dialled, arrived = _ip(own[0]), _ip(peer[0]), _ip(reply.host)
         # Of several addresses of this machine another one may be that from which it dials.
-        if dialled is None or not (dialled.is_loopback or dialled == ours or has_address(there[0])):
+        if dialled is None or not (dialled.is_loopback or dialled == own_ip or has_address(peer[0])):
             return
         is_forwardable = dialled.is_loopback and _ip(self._name) is not None
-        if reply.port == there[1] and (is_forwardable or arrived == dialled):
+        if reply.port == peer[1] and (is_forwardable or arrived == dialled):
             return
         at = f"[{reply.host}]:{reply.port}" if ":" in reply.host else f"{reply.host}:{reply.port}"
         raise Relayed(
@@ -191,7 +191,7 @@ def _detail(body: bytes) -> str:
 def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """An address; IPv4 in IPv6 is IPv4. None: it is not one, but a name."""
     try:
-        found = ipaddress.ip_address(text.partition("%")[0])
+        address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return None
-    return getattr(found, "ipv4_mapped", None) or found
+    return getattr(address, "ipv4_mapped", None) or address

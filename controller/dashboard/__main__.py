@@ -58,13 +58,13 @@ class RunFiles(RunView):
         if reason := summary.get("reason"):
             job = {**job, "sentence": f"the run is {summary.get('outcome', 'over')}: {reason}"}
         replicas = summary.get("replicas") if status else self.history.replicas()
-        found = {
+        overview = {
             "event": self.history.newest,
             "job": job,
             "ledger": _object(summary.get("ledger")) or None,
             "replicas": replicas if isinstance(replicas, list) else [],
         }
-        return to_json(found, inf_nan_mode="null")
+        return to_json(overview, inf_nan_mode="null")
 
     def _job(self) -> dict[str, Any]:
         """Return as much of a `JobStatus` as there is."""
@@ -146,12 +146,12 @@ def create_app(runs: Sequence[RunFiles], token: str) -> ASGIApp:
 
 def names(runs: Sequence[RunFiles]) -> list[str]:
     """Names of experiments; where several runs have the same, with the part of their paths that differs."""
-    found = [run.name for run in runs]
-    alike = Counter(found)
+    experiments = [run.name for run in runs]
+    alike = Counter(experiments)
     shared = {name: os.path.commonpath([run.run_dir for run in runs if run.name == name]) for name in alike}
     return [
         name if alike[name] == 1 else f"{name} ({run.run_dir.relative_to(shared[name])})"
-        for name, run in zip(found, runs, strict=True)
+        for name, run in zip(experiments, runs, strict=True)
     ]
 
 

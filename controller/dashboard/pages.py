@@ -70,15 +70,15 @@ class Pages:
         page = self._pages.get(path)
         if page is None:
             page = self._pages[path] = await asyncio.to_thread(_packed, file)
-        found = {**HEADERS, "etag": page.etag}
+        response_headers = {**HEADERS, "etag": page.etag}
         if page.etag in headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=found)
+            return Response(status_code=304, headers=response_headers)
         body = page.packed
         if "gzip" in headers.get("accept-encoding", ""):
-            found["content-encoding"] = "gzip"
+            response_headers["content-encoding"] = "gzip"
         else:
             body = await asyncio.to_thread(gzip.decompress, page.packed)
-        return Response(body, headers=found, media_type=TYPES[file.suffix])
+        return Response(body, headers=response_headers, media_type=TYPES[file.suffix])
 
 
 def _packed(file: Path) -> _Page:

@@ -91,8 +91,8 @@ class ScaleSettings:
 
 def _inside(table: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
     for key in keys:
-        found = table.get(key)
-        table = found if isinstance(found, dict) else {}
+        nested = table.get(key)
+        table = nested if isinstance(nested, dict) else {}
     return table
 
 
@@ -114,13 +114,13 @@ class ScaleHistory:
     def scale(self, event: Event) -> None:
         """A decision. Raises KeyError, TypeError or ValueError for data of another version."""
         data = event.data
-        found = d.ScaleDecision(
+        decision = d.ScaleDecision(
             at=event.at, before=data["before"], desired=data["desired"], kind=data["why"], reason=data["reason"]
         )
-        for count in (found.before, found.desired):
+        for count in (decision.before, decision.desired):
             if self._wanted.last != count:
                 self._wanted.add(event.at, count)
-        self._decisions.append(found)
+        self._decisions.append(decision)
         self._made += 1
         if data.get("measures") is not None:
             self._newest = Measures.model_validate(data["measures"])

@@ -204,12 +204,12 @@ class RunView(ABC):
 
     def _curves(self, metrics: Sequence[str], most: int) -> d.Curves:
         names = self.steps.names
-        found = {name: thin(self.steps.curve(name), most) for name in metrics if name in names}
+        curves = {name: thin(self.steps.curve(name), most) for name in metrics if name in names}
         if VALIDATION in metrics and self.history.validations:
-            found[VALIDATION] = thin(sorted(self.history.validations.items()), most)
+            curves[VALIDATION] = thin(sorted(self.history.validations.items()), most)
         if VALIDATION_LOSS in metrics and self.history.losses:
-            found[VALIDATION_LOSS] = thin(sorted(self.history.losses.items()), most)
-        return d.Curves(total=len(self.steps), names=sorted(names), curves=found)
+            curves[VALIDATION_LOSS] = thin(sorted(self.history.losses.items()), most)
+        return d.Curves(total=len(self.steps), names=sorted(names), curves=curves)
 
     async def timeline(self) -> d.Timeline:
         return await self._read(lambda: self.history.timeline(self.steps, self._now()))
@@ -285,11 +285,11 @@ class RunView(ABC):
                 files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
         except FileNotFoundError:
             return []
-        found = []
+        log_files = []
         for entry in islice(files, MOST_KEPT):
             stat = entry.stat()
-            found.append(d.LogFile(name=entry.name, n_bytes=stat.st_size, at=stat.st_mtime))
-        return sorted(found, key=lambda log: log.name)
+            log_files.append(d.LogFile(name=entry.name, n_bytes=stat.st_size, at=stat.st_mtime))
+        return sorted(log_files, key=lambda log: log.name)
 
     async def log(self, name: str, most: int) -> d.LogText:
         """The end of a log. Raises `ApiError`: a name that is not in the list."""
@@ -308,18 +308,18 @@ class RunView(ABC):
 
     async def config(self) -> dict[str, Any]:
         """config.json, secrets masked."""
-        found: dict[str, Any] = cut(masked(await self._read(lambda: self._json("config.json"))))
-        return found
+        config: dict[str, Any] = cut(masked(await self._read(lambda: self._json("config.json"))))
+        return config
 
     async def origins(self) -> dict[str, str]:
         """Where the keys that were written come from; those that are missing have their defaults."""
-        found = await self._read(lambda: self._json("origins.json"))
-        return {key: str(where) for key, where in found.items()}
+        origins = await self._read(lambda: self._json("origins.json"))
+        return {key: str(where) for key, where in origins.items()}
 
     def _json(self, name: str) -> dict[str, Any]:
         """A JSON object of the run directory; empty where there is none, or it is damaged."""
         try:
-            found = json.loads((self.run_dir / name).read_bytes())
+            parsed = json.loads((self.run_dir / name).read_bytes())
         except (FileNotFoundError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return parsed if isinstance(parsed, dict) else {}

@@ -327,8 +327,8 @@ class ChainedSources:
     """
 
     def __init__(self, sources: Sequence[RowSource], coverage: Coverage) -> None:
-        more = f" and {len(sources) - _NAMED:,} more" if len(sources) > _NAMED else ""
-        self.name = ", ".join(source.name for source in sources[:_NAMED]) + more
+        suffix = f" and {len(sources) - _NAMED:,} more" if len(sources) > _NAMED else ""
+        self.name = ", ".join(source.name for source in sources[:_NAMED]) + suffix
         self.coverage = coverage
         self.filled = [source for source in sources if len(source)] or list(sources)
         first, *others = self.filled

@@ -79,11 +79,11 @@ class Archive:
 
     def staleness_since(self, step: int) -> Counter[int]:
         """Samples trained in `step` or later by staleness."""
-        found: Counter[int] = Counter()
+        counts: Counter[int] = Counter()
         for number, entry in self._steps.items():
             if number >= step:
-                found.update(entry.staleness)
-        return found
+                counts.update(entry.staleness)
+        return counts
 
     def _at(self, position: int) -> int:
         return self._outcome[position] if 0 <= position < len(self._outcome) else _UNKNOWN

@@ -119,8 +119,8 @@ def parse_group_id(name: str) -> tuple[int, int] | None:
     epoch, _, position = name.removeprefix("e").partition("-p")
     if not (epoch.isdecimal() and position.isdecimal() and len(name) <= 64):
         return None
-    found = int(epoch), int(position)
-    return found if group_id(*found) == name else None
+    parsed = int(epoch), int(position)
+    return parsed if group_id(*parsed) == name else None
 
 
 @dataclass(slots=True)

@@ -143,7 +143,7 @@ class GroupTable(StepProgress):
 
     def in_order(self, offset: int, limit: int) -> list[Group]:
         """Groups of all states in the order of the stream, as far as they are known."""
-        found: list[Group] = []
+        page: list[Group] = []
         skip = offset
         for at in range(self.frontier):
             group = self.groups.get(group_id(*divmod(at, self.params.n_positions))) or self._archived(at)
@@ -152,10 +152,10 @@ class GroupTable(StepProgress):
             if skip:
                 skip -= 1
                 continue
-            found.append(group)
-            if len(found) >= limit:
+            page.append(group)
+            if len(page) >= limit:
                 break
-        return found
+        return page
 
     def _archived(self, at: int) -> Group | None:
         """Return what the archive knows of a position of the stream, as a group."""

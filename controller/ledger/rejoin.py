@@ -72,7 +72,7 @@ def _positions(table: GroupTable, batch: StepTable) -> list[int]:
 def _samples(table: GroupTable, batch: StepTable) -> dict[int, dict[int, SampleMeta]]:
     """The samples of each group of a batch, by index of the group and of the sample."""
     params = table.params
-    found: dict[int, dict[int, SampleMeta]] = {}
+    samples: dict[int, dict[int, SampleMeta]] = {}
     for group, rows in groupby(range(batch.n_samples), key=lambda row: batch.group[row]):
         for row in rows:
             meta = _sample(batch, row)
@@ -81,8 +81,8 @@ def _samples(table: GroupTable, batch: StepTable) -> dict[int, dict[int, SampleM
                 raise _cannot_be(batch, f"sample {meta.index} of {params.group_size}")
             if meta.usable and not oldest <= batch.step <= params.deadline(oldest):
                 raise _cannot_be(batch, f"row {row} is {batch.step - oldest} steps old")
-            found.setdefault(group, {})[meta.index] = meta
-    return found
+            samples.setdefault(group, {})[meta.index] = meta
+    return samples
 
 
 def _sample(batch: StepTable, row: int) -> SampleMeta:

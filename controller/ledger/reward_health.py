@@ -68,8 +68,8 @@ class Failure:
     def of(cls, header: SampleHeader) -> Self:
         text = header.error or "no reason was given"
         first = text.split("\n", 1)[0]
-        found = _FUNCTION.search(text)
-        where = f" in reward function {found[1]}" if found else ""
+        match = _FUNCTION.search(text)
+        where = f" in reward function {match[1]}" if match else ""
         head = one_line((first if len(first) <= MAX_HEAD else first[:MAX_HEAD] + "…") + where)
         return cls(first.partition(":")[0] + where, head, text, header.outage, header.finish_reason != "abort")
 

@@ -119,20 +119,20 @@ class AutoscaleService:
         )
 
     def _measures(self) -> Measures | None:
-        found = self._job.scaling.measured
-        if found is None:
+        measured = self._job.scaling.measured
+        if measured is None:
             return None
         return Measures(
-            seconds=found.seconds,
-            wait=found.wait,
-            throttled=found.throttled,
-            demand=found.demand,
-            rate=found.rate,
-            need=found.need,
-            replicas=found.replicas,
-            capacity=found.capacity,
-            lease_age_s=found.lease_age,
-            tokens_per_s=found.tokens_per_s,
+            seconds=measured.seconds,
+            wait=measured.wait,
+            throttled=measured.throttled,
+            demand=measured.demand,
+            rate=measured.rate,
+            need=measured.need,
+            replicas=measured.replicas,
+            capacity=measured.capacity,
+            lease_age_s=measured.lease_age,
+            tokens_per_s=measured.tokens_per_s,
         )
 
     async def request(self, request: ScaleRequest) -> AutoscaleStatus:

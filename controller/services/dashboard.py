@@ -29,11 +29,11 @@ class DashboardService(RunView):
         now = time.monotonic()
         if now - self._made[0] >= FRESH:
             ledger = self._job.progress.status()
-            found = Overview(
+            overview = Overview(
                 event=self._job.events.highest,
                 job=self._status.status().model_dump(mode="json"),
                 ledger=ledger if isinstance(ledger, m.LedgerStatus) else None,
                 replicas=self._replicas.infos(),
             )
-            self._made = now, found.model_dump_json().encode()
+            self._made = now, overview.model_dump_json().encode()
         return self._made[1]

@@ -110,7 +110,7 @@ class JobService:
         )
         if over or not job.config.is_grpo:
             return status
-        found = advice(
+        suggestions = advice(
             status.idle,
             [record.metrics for record in job.steps.ends(RECENT)],
             None if status.rewards is None else status.rewards.wait_fraction,
@@ -118,17 +118,19 @@ class JobService:
             bound=job.config.staleness_bound,
             overlaps=not job.config.shares_time,
         )
-        return status.model_copy(update={"advice": found})
+        return status.model_copy(update={"advice": suggestions})
 
     def _members(self) -> MembersStatus | None:
-        found = self._job.membership
-        if found is None:
+        membership = self._job.membership
+        if membership is None:
             return None
         members = [
             MemberStatus(replica_id=name, parts=len(member.parts), seconds=member.seconds)
-            for name, member in found.members.items()
+            for name, member in membership.members.items()
         ]
-        return MembersStatus(epoch=found.epoch, parts=found.parts, members=members, waiting=list(found.waiting))
+        return MembersStatus(
+            epoch=membership.epoch, parts=membership.parts, members=members, waiting=list(membership.waiting)
+        )
 
     def _rewards(self) -> m.RewardStatus:
         stats = self._job.reward_stats
@@ -143,8 +145,8 @@ class JobService:
             seconds_mean=stats.seconds / stats.timed if stats.timed else None,
             retried=int(total("reward_retried")),
             attempt_seconds_mean=total("reward_seconds") / attempts if attempts else None,
-            scoring=int(sum(found.get("scoring", 0.0) for found in gauges)),
-            oldest_s=max((found.get("scoring_oldest_s", 0.0) for found in gauges), default=0.0),
+            scoring=int(sum(replica_gauges.get("scoring", 0.0) for replica_gauges in gauges)),
+            oldest_s=max((replica_gauges.get("scoring_oldest_s", 0.0) for replica_gauges in gauges), default=0.0),
             wait_seconds=waited,
             wait_fraction=min(waited / lived, 1.0) if lived else None,
         )

@@ -63,10 +63,10 @@ class ReplicaService:
         """All replicas that ever registered, by name; or the one of this name."""
         registry = self._job.registry
         if name:
-            found = [] if (named := registry.by_name(name)) is None else [named]
+            replicas = [] if (named := registry.by_name(name)) is None else [named]
         else:
-            found = sorted(registry, key=lambda replica: replica.name)
-        return [self._info(replica) for replica in found]
+            replicas = sorted(registry, key=lambda replica: replica.name)
+        return [self._info(replica) for replica in replicas]
 
     def _info(self, replica: Replica) -> m.ReplicaInfo:
         job, now, name = self._job, self._job.clock(), replica.replica_id
@@ -506,7 +506,7 @@ class ReplicaService:
         give_up = loop.time() + wait_s
         while True:
             seen, left = job.batch_signal.generation, give_up - loop.time()
-            found = self._meetings.get(meeting_id)
-            if found is not None or left <= 0 or job.closing:
-                return found
+            meeting = self._meetings.get(meeting_id)
+            if meeting is not None or left <= 0 or job.closing:
+                return meeting
             await job.batch_signal.wait(seen, left)

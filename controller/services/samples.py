@@ -346,8 +346,8 @@ class SampleService:
         """See `schema.wire.sample_file.find`; by `order` without a step, of the newest steps alone."""
         folder = sample_file.folder_of(self._job.run_dir)
         committed = self._job.progress.committed
-        found = partial(sample_file.find, folder, kind=kind, step=step, order=order, limit=limit)
-        return await asyncio.to_thread(found, newest=NEWEST, committed=committed)
+        search = partial(sample_file.find, folder, kind=kind, step=step, order=order, limit=limit)
+        return await asyncio.to_thread(search, newest=NEWEST, committed=committed)
 
     async def sample(self, name: str, index: int) -> bytes:
         """The frame of one sample. Raises `ApiError` (404) when it is not kept (any more)."""

@@ -108,18 +108,18 @@ class Alarms:
                 if len(values) < BEGINNING:
                     values[record.step] = record.metrics[name]
         self._recent.append(record)
-        found = {name: text for name, look in self._rules().items() if (text := look())}
-        return self._change(found)
+        alarms = {name: text for name, look in self._rules().items() if (text := look())}
+        return self._change(alarms)
 
     def validation(self, record: ValidationRecord) -> list[AlarmChange]:
         """A round of validation is over."""
         reward = self._reward()
         if record.score_mean is not None and record.score_error is not None and reward is not None:
             self._rounds.append((record.version, Mean(record.score_mean, record.score_error), reward))
-        found = {name: text for name, text in self.active.items() if name != "overfitting"}
+        alarms = {name: text for name, text in self.active.items() if name != "overfitting"}
         if text := self._overfitting():
-            found["overfitting"] = text
-        return self._change(found)
+            alarms["overfitting"] = text
+        return self._change(alarms)
 
     def _rules(self) -> dict[str, Callable[[], str]]:
         return {
@@ -132,12 +132,12 @@ class Alarms:
             "overfitting": self._overfitting,
         }
 
-    def _change(self, found: dict[str, str]) -> list[AlarmChange]:
+    def _change(self, alarms: dict[str, str]) -> list[AlarmChange]:
         before = self.active
-        found = {name: text for name, text in found.items() if name in before or name not in self.shown}
-        self.active, self.shown = found, self.shown | ONCE.intersection(found)
-        begun = [AlarmChange(name, text, True) for name, text in found.items() if name not in before]
-        return begun + [AlarmChange(name, text, False) for name, text in before.items() if name not in found]
+        alarms = {name: text for name, text in alarms.items() if name in before or name not in self.shown}
+        self.active, self.shown = alarms, self.shown | ONCE.intersection(alarms)
+        begun = [AlarmChange(name, text, True) for name, text in alarms.items() if name not in before]
+        return begun + [AlarmChange(name, text, False) for name, text in before.items() if name not in alarms]
 
     def _values(self, name: str) -> list[float]:
         return [record.metrics[name] for record in self._recent if name in record.metrics]

@@ -421,8 +421,8 @@ class Membership:
 
     def _compare(self) -> None:
         """Members have sent the checksums of their weights."""
-        found = [self._said[name] for name in self.members if name in self._said]
-        self.weights = max(found, key=lambda checksum: (found.count(checksum), checksum == found[0]))
+        checksums = [self._said[name] for name in self.members if name in self._said]
+        self.weights = max(checksums, key=lambda checksum: (checksums.count(checksum), checksum == checksums[0]))
         for name in [name for name in self.members if self._said.get(name, self.weights) != self.weights]:
             self._expel(name)
 
@@ -491,16 +491,16 @@ class Membership:
 
     @classmethod
     def from_record(cls, parts: int, record: Mapping[str, Any], first_membership_epoch: int = 0) -> Membership:
-        """Restore a record; with another number of parts they are dealt anew. first_epoch: see `__init__`."""
-        found = cls(parts, record["step"], first_membership_epoch)
-        found.epoch, found.number, found.saved = record["epoch"], record["number"], record["saved"]
-        found.trained, found.applied = record.get("trained", False), record.get("applied", 0)
-        found.led, found.weights, found.kind = record.get("led", 0), record["weights"], record["kind"]
-        found.members = {name: Member(**member) for name, member in record["members"].items()}
-        found.waiting = dict(record["waiting"])
-        if found.members and sum(len(member.parts) for member in found.members.values()) != parts:
-            found.renew()
-        return found
+        """Restore a record; another number of parts is redistributed. first_membership_epoch: see `__init__`."""
+        membership = cls(parts, record["step"], first_membership_epoch)
+        membership.epoch, membership.number, membership.saved = record["epoch"], record["number"], record["saved"]
+        membership.trained, membership.applied = record.get("trained", False), record.get("applied", 0)
+        membership.led, membership.weights, membership.kind = record.get("led", 0), record["weights"], record["kind"]
+        membership.members = {name: Member(**member) for name, member in record["members"].items()}
+        membership.waiting = dict(record["waiting"])
+        if membership.members and sum(len(member.parts) for member in membership.members.values()) != parts:
+            membership.renew()
+        return membership
 
 
 def dealt(parts: int, seconds: list[float]) -> list[int]:

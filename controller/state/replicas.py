@@ -112,8 +112,8 @@ class Replica:
     @property
     def counted(self) -> dict[str, float]:
         """`RISING` gauges, with those that it inherited."""
-        found = {name: self.gauges.get(name, 0.0) + self.inherited.get(name, 0.0) for name in RISING}
-        return {name: value for name, value in found.items() if value}
+        totals = {name: self.gauges.get(name, 0.0) + self.inherited.get(name, 0.0) for name in RISING}
+        return {name: value for name, value in totals.items() if value}
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -374,13 +374,13 @@ class Registry:
         self._profiled(replica, request.profile)
         return True
 
-    def _profiled(self, replica: Replica, found: ProfileStatus | None) -> None:
-        """A trainer reports its newest profile; one that it has not heard of is not overwritten."""
-        if found is None or replica.role != "policy":
+    def _profiled(self, replica: Replica, profile: ProfileStatus | None) -> None:
+        """Store the newest profile that a trainer reports, unless an order that it has not received is pending."""
+        if profile is None or replica.role != "policy":
             return
         order = replica.profile_order
-        if order is None or order.profile_id == found.profile_id:
-            replica.profile = found.model_dump()
+        if order is None or order.profile_id == profile.profile_id:
+            replica.profile = profile.model_dump()
             if order is not None:
                 self._dirty[replica.name] = replica
 

@@ -211,19 +211,19 @@ def advice(
     generate = whole * (1 - idle["rollout"])
     trainer_waits, replicas_wait = whole - train > STARVING * whole, idle["rollout"] > STARVING
     shares = f"trainer {1 - train / max(whole, 1e-9):.0%} idle, rollouts {idle['rollout']:.0%}"
-    more, found = generate * rollouts / (rollouts + 1), []
-    if trainer_waits and not replicas_wait and (gain := whole / max(train, more)) >= WORTH:
-        found.append(
+    generate_with_one_more, suggestions = generate * rollouts / (rollouts + 1), []
+    if trainer_waits and not replicas_wait and (gain := whole / max(train, generate_with_one_more)) >= WORTH:
+        suggestions.append(
             f"the trainer starves ({shares}): one more rollout replica ({rollouts} → {rollouts + 1}) would make "
             f"a step {gain:.2f} times as fast"
         )
     elif trainer_waits and replicas_wait and (gain := whole / max(train, generate)) >= WORTH:
-        found.append(
+        suggestions.append(
             f"both pools wait for each other ({shares}): allowed_outdated_steps = {bound + 1} instead of {bound} "
             f"lets them overlap more; a step becomes at most {gain:.2f} times as fast"
         )
     elif replicas_wait and not trainer_waits:
         enough = max(1, math.ceil(rollouts * (1 - idle["rollout"])))
         remedy = f"{enough} of {rollouts} replicas would do" if enough < rollouts else "a faster trainer would help"
-        found.append(f"the rollout replicas starve ({shares}): {remedy}")
-    return found
+        suggestions.append(f"the rollout replicas starve ({shares}): {remedy}")
+    return suggestions

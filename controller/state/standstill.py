@@ -50,13 +50,13 @@ class Standstill:
 
     def since(self, names: Collection[str], now: float) -> float | None:
         """Since when all of these wait; None: one of them does not, or there is none."""
-        found = [self._reports.get(name) for name in names]
+        reports = [self._reports.get(name) for name in names]
         waiting = [
             report.waits_since
-            for report in found
+            for report in reports
             if report is not None and report.waits_since is not None and now - report.at <= RECENT_S
         ]
-        return max(waiting) if waiting and len(waiting) == len(found) else None
+        return max(waiting) if waiting and len(waiting) == len(reports) else None
 
     def is_over(self, names: Collection[str], now: float) -> bool:
         """Whether all of these have waited for as long as the limit; then the next one is longer."""

@@ -115,8 +115,8 @@ class StepLog:
             return [(now.step, DERIVED[name](now, then)) for now, then in zip(entries, before, strict=False)]
         # Nearly all steps share one tuple of names: identity distinguishes them.
         places = {id(names): names.index(name) for names in list(self._names) if name in names}
-        found = ((entry, places.get(id(entry.names))) for entry in entries)
-        return [(entry.step, None if place is None else entry.values[place]) for entry, place in found]
+        placed_entries = ((entry, places.get(id(entry.names))) for entry in entries)
+        return [(entry.step, None if place is None else entry.values[place]) for entry, place in placed_entries]
 
     def _entry(self, record: StepRecord, samples: int, tokens: int) -> _Entry:
         names = tuple(record.metrics)

@@ -114,12 +114,14 @@ class FencedConnection:
             await self.close()  # this transaction counts, and the next one checks before it begins
 
     def _check(self, fencing_token: bytes | None, seq: bytes | None, acknowledged: int | None = None) -> None:
-        found = int(fencing_token or 0)
-        if found > self.fencing_token:
-            raise Fenced(f"another controller took over this job (epoch {found}, this one has {self.fencing_token})")
+        stored_token = int(fencing_token or 0)
+        if stored_token > self.fencing_token:
+            raise Fenced(
+                f"another controller took over this job (epoch {stored_token}, this one has {self.fencing_token})"
+            )
         stored = int(seq or 0)
         known = self.seq if acknowledged is None else acknowledged
-        if found < self.fencing_token or stored < known:
+        if stored_token < self.fencing_token or stored < known:
             raise HistoryLost(
                 f"Redis came back with an older state (transaction {stored} of {known}): "
                 "the controller must restart to rebuild from it"

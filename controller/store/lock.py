@@ -155,7 +155,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """It holds what came of an attempt to take the lock: it is `mine` now, or `other`'s. Neither: another was
+    """The outcome of an attempt to take the lock: it is `mine` now, or held by `other`. Neither: another process was
     quicker."""
 
     mine: LockHolder | None = None

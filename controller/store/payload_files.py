@@ -39,15 +39,15 @@ class PayloadFiles:
         """When the files that the last look found were found first: their own times are of other hosts' clocks."""
 
     async def missing(self, entries: Sequence[StubEntry]) -> set[str]:
-        """Names of those whose file is not there, or not whole. Raises `StoreUnavailable` if that cannot be told."""
+        """Names of entries whose file is missing or incomplete. Raises `StoreUnavailable`: the directory hangs."""
         if not entries:
             return set()
         try:
             async with asyncio.timeout(self._look_seconds):
-                found = await asyncio.to_thread(lambda: [is_there(self.root, entry) for entry in entries])
+                present = await asyncio.to_thread(lambda: [is_there(self.root, entry) for entry in entries])
         except TimeoutError:
             raise StoreUnavailable(f"the directory {self.root} of payloads does not answer") from None
-        return {entry.name for entry, exists in zip(entries, found, strict=True) if not exists}
+        return {entry.name for entry, exists in zip(entries, present, strict=True) if not exists}
 
     async def sweep(self, table: GroupTable, saved: Callable[[], Awaitable[None]]) -> int:
         """Remove files that are no longer needed; how many. `saved` waits until the ledger is stored."""
@@ -62,13 +62,13 @@ class PayloadFiles:
         """Names, and for how many seconds they have been known here."""
         now = self._clock()
         try:
-            found = os.listdir(self.root)
+            names = os.listdir(self.root)
         except FileNotFoundError:  # nothing has been written yet
             return []
         except OSError as error:
             log.warning("payloads in %s cannot be listed: %s", self.root, error)
             return []
-        self._seen = {name: self._seen.get(name, now) for name in found}
+        self._seen = {name: self._seen.get(name, now) for name in names}
         return [(name, now - since) for name, since in self._seen.items()]
 
     def _remove(self, names: Iterable[str]) -> None:

@@ -42,5 +42,5 @@ class RedisPayloads:
         """Payloads in the order of `keys`; None where there is none."""
         if not keys:
             return []
-        found: list[bytes | None] = await self._client.mget(list(map(self._key, keys)))  # type: ignore[assignment]
-        return found
+        payloads: list[bytes | None] = await self._client.mget(list(map(self._key, keys)))  # type: ignore[assignment]
+        return payloads

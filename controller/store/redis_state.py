@@ -337,23 +337,23 @@ class StateStore:
     async def _take_charge(self, replace: bool, stand_by: Callable[[LockHolder], None] | None) -> None:
         """Wait until the lock may be taken, and take it. Raises `Held` where waiting is not wanted."""
         while True:
-            began, found = self._term.clock(), Attempt()
+            began, outcome = self._term.clock(), Attempt()
             try:
-                found = await attempt(
+                outcome = await attempt(
                     self._client, self._key("lock"), self._key("epoch"), self.holder, self._term.seconds,
                     replace=replace,
                 )  # fmt: skip
             except (RedisError, OSError):
                 if stand_by is None:
                     raise  # else an outage while standing by: look again
-            if found.mine is not None:
-                self.holder, self._fence.fencing_token = found.mine, found.mine.epoch
+            if outcome.mine is not None:
+                self.holder, self._fence.fencing_token = outcome.mine, outcome.mine.epoch
                 self._term.renewed(began)
                 return
             if stand_by is None:
-                raise Held(f"{found.other or 'another one'} is in charge of this job")
-            if found.other is not None:
-                stand_by(found.other)
+                raise Held(f"{outcome.other or 'another one'} is in charge of this job")
+            if outcome.other is not None:
+                stand_by(outcome.other)
             await asyncio.sleep(LOOK)
 
     async def _load(self) -> Saved:

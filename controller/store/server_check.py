@@ -58,20 +58,20 @@ class ServerFacts:
 
     def shortcomings(self) -> list[str]:
         """Why acknowledged state could be lost, with the remedy."""
-        found = []
+        problems = []
         if self.append_only and not self.keeps_what_it_acknowledges:
-            found.append(
+            problems.append(
                 "it is older than 7.2 and does not report when a commit is on disk, a power cut may lose the last "
                 "ones: set `appendfsync always`"
             )
         if not self.append_only:
-            found.append("its append-only file is off, a restart loses the job: set `appendonly yes`")
+            problems.append("its append-only file is off, a restart loses the job: set `appendonly yes`")
         if self.eviction != "noeviction":
-            found.append(
+            problems.append(
                 f"it may evict keys when memory is full (maxmemory-policy {self.eviction}): "
                 "set `maxmemory-policy noeviction`"
             )
-        return found
+        return problems
 
     def check(self, *, require_durable: bool) -> None:
         """Warn, or raise `UnsuitableServer`, about what this server cannot do."""

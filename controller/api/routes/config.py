@@ -128,6 +128,6 @@ def _verdict(body: bytes) -> ConfigVerdict:
         check_config(data)
     except ConfigError as error:
         shown = error.problems[:MOST_PROBLEMS]
-        found = [ConfigProblem(key=p.key, message=p.message, hint=p.hint) for p in shown]
-        return ConfigVerdict(valid=False, problems=found, more=error.count - len(shown))
+        problems = [ConfigProblem(key=p.key, message=p.message, hint=p.hint) for p in shown]
+        return ConfigVerdict(valid=False, problems=problems, more=error.count - len(shown))
     return ConfigVerdict(valid=True, problems=[])

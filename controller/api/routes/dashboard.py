@@ -39,20 +39,20 @@ def router(controller: Controller) -> APIRouter:
 
 
 def sessions(runs: list[d.ShownRun]) -> APIRouter:
-    """Whoever sends the user's token gets a cookie for it, and learns which runs there are."""
-    api, found = new_router("dashboard", "/v1"), d.SessionReply(runs=runs)
+    """Routes that exchange the user's token for a session cookie, and list the runs."""
+    api, session_reply = new_router("dashboard", "/v1"), d.SessionReply(runs=runs)
 
     @api.post("/session", **models(d.SessionReply))
     async def begin(request: Request) -> Response:
         require(request, USER)
-        response = reply(found)
+        response = reply(session_reply)
         _sessions(request).open(response, request.scope)
         return response
 
     @api.get("/session", **models(d.SessionReply))
     async def known(request: Request) -> Response:
         require(request, USER)
-        return reply(found)
+        return reply(session_reply)
 
     @api.delete("/session", responses={204: {"description": "The cookie is gone."}})
     async def leave(request: Request) -> Response:
@@ -65,8 +65,8 @@ def sessions(runs: list[d.ShownRun]) -> APIRouter:
 
 
 def _sessions(request: Request) -> Sessions:
-    found: Sessions = request.scope[SESSIONS]
-    return found
+    open_sessions: Sessions = request.scope[SESSIONS]
+    return open_sessions
 
 
 def views(view: RunView, prefix: str) -> APIRouter:

@@ -57,17 +57,17 @@ def router(controller: Controller) -> APIRouter:
     ) -> Response:
         """Groups in the order of the stream, without their samples' headers."""
         require(request, USER)
-        found = service.groups(state, offset, limit)
-        rows = [{"id": g.id, **g.to_record(), "samples": sorted(g.samples)} for g in found]
+        page = service.groups(state, offset, limit)
+        rows = [{"id": g.id, **g.to_record(), "samples": sorted(g.samples)} for g in page]
         return Response(json.dumps(rows), media_type="application/json")
 
     @api.get("/groups/{group_id}", responses=answers("application/json", "The group.", OBJECT))
     async def group(request: Request, group_id: Identifier) -> Response:
         """One group with the headers of its samples."""
         require(request, USER)
-        found = controller.job.require_group(group_id)
-        headers = {str(index): meta.header.model_dump() for index, meta in sorted(found.samples.items())}
-        row = {"id": found.id, **found.to_record(), "samples": headers}
+        group = controller.job.require_group(group_id)
+        headers = {str(index): meta.header.model_dump() for index, meta in sorted(group.samples.items())}
+        row = {"id": group.id, **group.to_record(), "samples": headers}
         return Response(json.dumps(row), media_type="application/json")
 
     return api

@@ -273,8 +273,8 @@ class StepService:
         text = f"checkpoint {request.path} covers {request.step} steps"
         job.events.add(EventKind.CHECKPOINT, text, step=request.step, path=request.path)
         await job.save_durably()
-        found = {version: record.goodness for version, record in job.validation.records.items()}
-        scores = {version: goodness for version, goodness in found.items() if goodness is not None}
+        goodness_by_version = {version: record.goodness for version, record in job.validation.records.items()}
+        scores = {version: goodness for version, goodness in goodness_by_version.items() if goodness is not None}
         return m.CheckpointReply(durable_steps=durable, scores=scores)
 
 
