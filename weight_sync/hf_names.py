@@ -97,7 +97,7 @@ class HubNames:
     @property
     def plain(self) -> dict[str, str]:
         """Stored names by hub name, of what is published as it is stored; of all that where nothing is converted."""
-        return {one.name: one.stored for made in self._made.values() for one in made if not one.factors}
+        return {source.name: source.stored for made in self._made.values() for source in made if not source.factors}
 
     def hub(
         self, unit: Unit, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None

@@ -161,41 +161,41 @@ def _factors(
     """By module: the products that its active adapters add."""
     sides: dict[tuple[str, str], dict[str, str]] = {}
     for name in stored:
-        found = _FACTOR.fullmatch(name)
-        if found is not None:
-            sides.setdefault((found["module"], found["adapter"]), {})[found["side"]] = name
+        match = _FACTOR.fullmatch(name)
+        if match is not None:
+            sides.setdefault((match["module"], match["adapter"]), {})[match["side"]] = name
         elif ".lora_" in name and not _LENGTHS.fullmatch(name):
             raise WeightError(
                 f"{name!r} is of an adapter that is more than the product B A (a bias of it): it cannot be merged "
                 f"here; publish the adapter itself"
             )
-    result: dict[str, list[tuple[str, str, float, bool]]] = {}
+    products: dict[str, list[tuple[str, str, float, bool]]] = {}
     for (module, adapter), names in sides.items():
         layer = modules[module]
         if layer.merged:
             raise WeightError(f"the adapters of {module!r} are merged in memory: unmerge them, they are merged here")
         if adapter in layer.active_adapters and not layer.disable_adapters:
             turned = "lora_embedding_" in names["A"] or bool(getattr(layer, "fan_in_fan_out", False))
-            result.setdefault(module, []).append((names["A"], names["B"], float(layer.scaling[adapter]), turned))
-    return result
+            products.setdefault(module, []).append((names["A"], names["B"], float(layer.scaling[adapter]), turned))
+    return products
 
 
 def _lengths(modules: Mapping[str, Any], stored: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """By module: where the lengths of its rows are stored, if its active adapter has some."""
-    result = {}
+    lengths = {}
     for name in stored:
-        found = _LENGTHS.fullmatch(name)
-        if found is None:
+        match = _LENGTHS.fullmatch(name)
+        if match is None:
             continue
-        layer = modules[found["module"]]
+        layer = modules[match["module"]]
         if not isinstance(layer.get_base_layer(), torch.nn.Linear) or len(layer.active_adapters) > 1:
             raise WeightError(
                 f"{name!r} are lengths (DoRA) of something else than one adapter of a linear layer: they cannot be "
                 f"merged here; publish the adapter itself"
             )
-        if found["adapter"] in layer.active_adapters and not layer.disable_adapters:
-            result[found["module"]] = name
-    return result
+        if match["adapter"] in layer.active_adapters and not layer.disable_adapters:
+            lengths[match["module"]] = name
+    return lengths
 
 
 def _is_inside(name: str, part: str) -> bool:

@@ -64,12 +64,12 @@ def open_piece(store: ReadableStore, piece: Piece, kind: Literal["full", "delta"
     if manifest.kind != kind:
         raise WeightError(f"{piece.uri} is a {manifest.kind} version where a {kind} one was announced")
     version, _ = split_key(piece.uri)
-    found: dict[str, memoryview] = {}
+    views: dict[str, memoryview] = {}
     if manifest.files:
         with ThreadPoolExecutor(min(HASH_THREADS, len(manifest.files))) as pool:
             for part in pool.map(lambda file: open_file(store, version, file, manifest), manifest.files):
-                found.update(part)
-    return Opened(manifest, {name: found[name] for name in manifest.tensors})
+                views.update(part)
+    return Opened(manifest, {name: views[name] for name in manifest.tensors})
 
 
 def piece_of(publication: Publication) -> Piece:
@@ -118,7 +118,7 @@ def open_file(store: ReadableStore, version: str, file: FileEntry, manifest: Wei
     _check_header(key, header, expected)
     # Empty tensors share an offset with their neighbour, and their digests are equal then.
     order = sorted(expected, key=lambda name: (header.entries[name].start, header.entries[name].end))
-    found: dict[str, memoryview] = {}
+    views: dict[str, memoryview] = {}
     digests: list[bytes] = []
     for name in order:
         entry, place = expected[name], header.entries[name]
@@ -130,10 +130,10 @@ def open_file(store: ReadableStore, version: str, file: FileEntry, manifest: Wei
         else:
             value = digest(view)
         digests.append(value)
-        found[name] = view
+        views[name] = view
     if file_hash(data[: header.body], digests) != file.hash:
         raise NotReadableError(f"{key} does not have the hash of its manifest")
-    return found
+    return views
 
 
 def _check_header(key: str, header: Header, expected: Mapping[str, TensorEntry]) -> None:

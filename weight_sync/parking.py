@@ -17,14 +17,14 @@ class Parked:
     """Tensors away from their device until `restore`. stays: kind of the device whose tensors are left alone."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], stays: str = HOST) -> None:
-        found = {
+        storages = {
             storage.data_ptr(): storage
             for tensor in tensors
             for part in _parts(tensor)
             if (storage := part.untyped_storage()).nbytes() and storage.device.type != stays
         }
         self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
-        for storage in found.values():
+        for storage in storages.values():
             size, pinned = storage.nbytes(), storage.device.type == "cuda"
             copy = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
             copy.copy_(storage, non_blocking=False)

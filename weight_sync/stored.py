@@ -70,13 +70,13 @@ def open_file(path: Path) -> tuple[dict[str, str], dict[str, StoredTensor]]:
         file = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     with memoryview(file) as data:
         header = read_header(data)
-    found = {}
+    tensors = {}
     for name, entry in header.entries.items():
         dtype = torch_dtype(entry.dtype, name)
         if size_of(name, dtype, entry.shape) != entry.end - entry.start:
             raise FrameError(f"{name!r} has not the size of its shape in {path}")
-        found[name] = StoredTensor(file, header.body + entry.start, entry.shape, dtype)
-    return header.metadata, found
+        tensors[name] = StoredTensor(file, header.body + entry.start, entry.shape, dtype)
+    return header.metadata, tensors
 
 
 def stored_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:

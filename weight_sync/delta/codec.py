@@ -268,8 +268,8 @@ def _changed(old: Array, new: Array) -> Positions:
     words = np.flatnonzero(flagged.astype(np.bool_))
     if len(words) * 2 > len(flagged):
         return np.flatnonzero(flags)
-    found = np.flatnonzero(flagged[words].view(np.bool_))
-    positions: Positions = (words[found >> 3] << 3) + (found & 7)
+    flag_indices = np.flatnonzero(flagged[words].view(np.bool_))
+    positions: Positions = (words[flag_indices >> 3] << 3) + (flag_indices & 7)
     return positions
 
 

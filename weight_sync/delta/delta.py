@@ -136,8 +136,8 @@ def apply_deltas(
             stored[name] = [*before, (entry, delta.data[name])]
     large = [name for name in stored if _elements(data[name], tensors[name]) > BLOCK]
     small = [name for name in stored if _elements(data[name], tensors[name]) <= BLOCK]
-    found = dict(zip(small, pool.map(lambda n: _write(data[n], tensors[n], stored[n], None), small), strict=True))
-    return found | {name: _write(data[name], tensors[name], stored[name], pool) for name in large}
+    hashes = dict(zip(small, pool.map(lambda n: _write(data[n], tensors[n], stored[n], None), small), strict=True))
+    return hashes | {name: _write(data[name], tensors[name], stored[name], pool) for name in large}
 
 
 def wrong_tensors(data: Mapping[str, memoryview], tensors: Mapping[str, TensorEntry], pool: Executor) -> list[str]:

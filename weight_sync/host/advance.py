@@ -131,16 +131,18 @@ class Advance:
         state, torn = self._found()
         newer: list[Publication] = []
         if state is not None and torn is not None:
-            # What the dead one was on its way to, and what others know to be here.
+            # The target of the interrupted advance, and the publication that the state records.
             held = [torn.publication, state.publication]
-            newer = [one for one in held if one is not None and one.id > publication.id]
-        for one in newer:
+            newer = [candidate for candidate in held if candidate is not None and candidate.id > publication.id]
+        for candidate in newer:
             try:
-                return self._bring(one, state, torn)
+                return self._bring(candidate, state, torn)
             except (StoppedError, StoreError, LockTimeoutError, CacheError):
                 raise
             except WeightError as error:
-                log.warning("the copy does not come to publication %d, looking for an older one: %s", one.id, error)
+                log.warning(
+                    "the copy does not come to publication %d, looking for an older one: %s", candidate.id, error
+                )
                 state, torn = self._found()
         return self._bring(publication, state, torn)
 
@@ -294,8 +296,8 @@ class Advance:
         changed = {name for delta in deltas for name in delta.manifest.tensors}
         entries = dict(tensors)
         for name in changed:
-            mine = {"file": state.tensors[name].file, "changed": None}
-            entries[name] = tensors[name].model_copy(update=mine)
+            location = {"file": state.tensors[name].file, "changed": None}
+            entries[name] = tensors[name].model_copy(update=location)
         pieces = [step.piece for step in steps]
         # Those of this very advance stay in any case: this replica's engine is about to read them.
         most_bytes = max(int(KEPT_SHARE * bytes_of(state)), sum(piece.n_bytes for piece in pieces))

@@ -88,12 +88,12 @@ def read_state(directory: Path) -> CopyState | None:
 def read_advancing(directory: Path, state: CopyState) -> Advancing | None:
     """The change that was begun on top of this state and not finished, if any."""
     try:
-        found = Advancing.model_validate_json((directory / ADVANCING).read_bytes())
+        advancing = Advancing.model_validate_json((directory / ADVANCING).read_bytes())
     except FileNotFoundError:
         return None
     except ValidationError:  # from a build that wrote other things: anything may have been changed
         return Advancing(base=state.content_hash, target="", uris=[], publication=None)
-    return found if found.base == state.content_hash != found.target else None
+    return advancing if advancing.base == state.content_hash != advancing.target else None
 
 
 def write_model(path: Path, model: BaseModel) -> None:
@@ -106,11 +106,11 @@ def own_directory(path: Path) -> None:
 
     Raises `CacheError` when it is a link, or another user's; `OSError` when it cannot be made."""
     path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise CacheError(
             f"{path} must be a directory that only user {os.geteuid()} can enter, found mode "
-            f"{stat.filemode(found.st_mode)} of user {found.st_uid}: remove it, or set weight_sync.host_cache to "
+            f"{stat.filemode(status.st_mode)} of user {status.st_uid}: remove it, or set weight_sync.host_cache to "
             f"another directory"
         )
 
@@ -130,7 +130,7 @@ def map_tensors(directory: Path, state: CopyState, *, writable: bool) -> dict[st
 
     Raises `NotReadableError`: a file is missing or not as the state says. `CacheError`: files cannot be mapped here.
     """
-    found: dict[str, memoryview] = {}
+    tensors: dict[str, memoryview] = {}
     by_file: dict[str, list[str]] = {}
     for name, entry in state.tensors.items():
         by_file.setdefault(entry.file, []).append(name)
@@ -145,24 +145,24 @@ def map_tensors(directory: Path, state: CopyState, *, writable: bool) -> dict[st
             size = size_of(name, torch_dtype(entry.dtype, name), entry.shape)
             if place is None or (place.dtype, list(place.shape)) != (entry.dtype, entry.shape):
                 raise NotReadableError(f"tensor {name!r} is not in {directory / state.folder / file}")
-            found[name] = data[header.body + place.start : header.body + place.start + size]
-    return found
+            tensors[name] = data[header.body + place.start : header.body + place.start + size]
+    return tensors
 
 
 def inodes(directory: Path, state: CopyState) -> dict[str, tuple[int, int]]:
-    """Which files the data files are. Raises `NotReadableError` when one is missing: files of temporary directories
-    are removed by their age, whoever uses them."""
-    found: dict[str, tuple[int, int]] = {}
+    """Identify the data files by device and inode. Raises `NotReadableError` when one is missing: files of temporary
+    directories are removed by their age, even while they are in use."""
+    inode_by_file: dict[str, tuple[int, int]] = {}
     for file in sorted({entry.file for entry in state.tensors.values()}):
         path = directory / state.folder / file
         try:
-            there = path.lstat()
+            status = path.lstat()
         except OSError as error:
             raise NotReadableError(f"{path}: {error.strerror}") from error
-        if not stat.S_ISREG(there.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise NotReadableError(f"{path} is not a file")
-        found[file] = there.st_dev, there.st_ino
-    return found
+        inode_by_file[file] = status.st_dev, status.st_ino
+    return inode_by_file
 
 
 class WritableTensors:

@@ -54,11 +54,11 @@ def holders(path: Path) -> str:
             rows = [line.split() for line in table]
     except OSError:
         return "the system does not report which process holds it"
-    # "1: FLOCK  ADVISORY  READ 4711 00:1b:4 0 EOF", and "1: -> FLOCK …" of one who waits
-    found = {row[4] for row in rows if row[1] == "FLOCK" and row[5].rsplit(":", 1)[-1] == str(inode)}
-    if not found:
+    # "1: FLOCK  ADVISORY  READ 4711 00:1b:4 0 EOF", and "1: -> FLOCK …" of a waiting process
+    pids = {row[4] for row in rows if row[1] == "FLOCK" and row[5].rsplit(":", 1)[-1] == str(inode)}
+    if not pids:
         return "the system does not report which process holds it"
-    return "held by " + ", ".join(_described(pid) for pid in sorted(found))
+    return "held by " + ", ".join(_described(pid) for pid in sorted(pids))
 
 
 def _described(pid: str) -> str:

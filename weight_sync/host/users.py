@@ -47,7 +47,7 @@ _TRASH = ".trash-"
 
 
 def copy_directory(host_cache: str, *, job_id: str, run_dir: str, n_bytes: int) -> Path:
-    """Where this host's copy for a job lies; its parent is made, what other jobs left on this host is swept.
+    """Return the directory of this host's copy for a job; make its parent, and remove what other jobs left here.
 
     host_cache: `weight_sync.host_cache`. run_dir: tells runs apart that have the same job id. n_bytes: of the
     weights.
@@ -57,9 +57,9 @@ def copy_directory(host_cache: str, *, job_id: str, run_dir: str, n_bytes: int) 
     name = f"{re.sub(r'[^A-Za-z0-9_-]', '-', job_id)[:64]}-{digest(run_dir.encode()).hex()[:12]}-{host}"
     base = f"cosmos-weights-{os.geteuid()}"
     parents = [Path(host_cache)] if host_cache else [SHARED_MEMORY, Path(tempfile.gettempdir())]
-    # All replicas of the host must come to the same place, also those that come when the room is taken.
-    there = [parent for parent in parents if (parent / base / name).is_dir()]
-    parent = there[0] if there else next((p for p in parents[:-1] if _fits(p, n_bytes)), parents[-1])
+    # All replicas of the host must choose the same directory, also those that start when the space is taken.
+    existing = [parent for parent in parents if (parent / base / name).is_dir()]
+    parent = existing[0] if existing else next((p for p in parents[:-1] if _fits(p, n_bytes)), parents[-1])
     try:
         own_directory(parent / base)
         _sweep(parent / base, name, host)
@@ -164,12 +164,12 @@ def _host() -> str:
     return digest(boot_id().encode()).hex()[:8]
 
 
-def _sweep(base: Path, mine: str, host: str) -> None:
+def _sweep(base: Path, own_name: str, host: str) -> None:
     """Remove what other jobs left on this host and no process uses."""
     for path in base.iterdir():
         if path.name.startswith(_TRASH):
             shutil.rmtree(path, ignore_errors=True)
-        elif path.name != mine and path.name.endswith(f"-{host}") and path.is_dir() and not path.is_symlink():
+        elif path.name != own_name and path.name.endswith(f"-{host}") and path.is_dir() and not path.is_symlink():
             try:
                 users = open_lock(path / USERS)
             except OSError:  # removed meanwhile

@@ -90,14 +90,14 @@ class TensorGathering:
             for owner, item in enumerate(travels)
         ]
         device = next(piece.device for piece, item in zip(sent, travels, strict=True) if item is not None)
-        mine = travels[self._rank]
+        own_item = travels[self._rank]
         boxes: dict[int, Box] = {}
         kind, shape = torch.uint8, torch.Size()
-        if mine is not None:
-            tensor = self._names.stored[mine[0]]
+        if own_item is not None:
+            tensor = self._names.stored[own_item[0]]
             assert isinstance(tensor, DTensor)
             boxes, shape = pieces_for(self._global[self._rank], tensor), tensor.shape
-            kind = cast(tensor.new_empty(0), dtype if mine[1] else None).dtype
+            kind = cast(tensor.new_empty(0), dtype if own_item[1] else None).dtype
         sizes = [boxes[rank].count * kind.itemsize if rank in boxes else 0 for rank in self._global]
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         dist.all_to_all_single(
@@ -107,7 +107,7 @@ class TensorGathering:
             [len(piece) for piece in sent],
             group=self._group,
         )
-        return None if mine is None else _put_together(received.view(kind), shape, boxes)
+        return None if own_item is None else _put_together(received.view(kind), shape, boxes)
 
     def _piece_for(self, owner: int, name: str, exact: bool, dtype: torch.dtype | None) -> torch.Tensor:
         """The bytes of this rank's piece of a tensor, if its owner takes that from here."""
@@ -220,8 +220,8 @@ def _check(name: str, tensor: torch.Tensor, world: int) -> None:
 
 def _cuts_last(number: int, placements: Sequence[Placement], mesh: Sequence[int]) -> bool:
     """Whether a dimension of the mesh cuts what all later ones that cut the same one have left."""
-    one = placements[number]
+    placement = placements[number]
     later = list(zip(placements, mesh, strict=True))[number + 1 :]
-    return isinstance(one, _StridedShard) and one.split_factor == math.prod(
-        size for p, size in later if isinstance(p, Shard) and p.dim == one.dim
+    return isinstance(placement, _StridedShard) and placement.split_factor == math.prod(
+        size for p, size in later if isinstance(p, Shard) and p.dim == placement.dim
     )

@@ -232,10 +232,10 @@ class S3Store:
         """The beginning of an object, and what it is. Raises `NotReadableError` when there is none."""
         version, file = split_key(key)
         full = self.key_of(version, file)
-        found = self.request(f"reading {full}", lambda: self._get(full, 0, PART_BYTES, {}))
-        if found is None:
+        first = self.request(f"reading {full}", lambda: self._get(full, 0, PART_BYTES, {}))
+        if first is None:
             raise NotReadableError(f"{self.place}/{key}: no such object (collected, or not visible yet?)")
-        return found
+        return first
 
     def _rest(self, first: _First, keep: Callable[[int, bytes], None]) -> None:
         def bring(offset: int) -> None:
@@ -272,8 +272,10 @@ class S3Store:
     # ---- what is there ------------------------------------------------------------------------------------
 
     def versions(self) -> list[str]:
-        found = self.pool.run(lambda: self._list("", self._patience))
-        return sorted(version for version, files in found.items() if any(file.file == MANIFEST for file in files))
+        files_by_version = self.pool.run(lambda: self._list("", self._patience))
+        return sorted(
+            version for version, files in files_by_version.items() if any(file.file == MANIFEST for file in files)
+        )
 
     def age(self, version: str) -> float:
         check_name(version, "version")
@@ -294,7 +296,7 @@ class S3Store:
     def _list(self, beginning: str, patience: Patience) -> dict[str, list[_Found]]:
         """All files by version, of versions whose names begin so (or with a whole name). In the calling thread."""
         prefix = self.key_of(beginning).removesuffix("/") if beginning else self._below()
-        found: dict[str, list[_Found]] = {}
+        files_by_version: dict[str, list[_Found]] = {}
         request = partial(self.client.list_objects_v2, Prefix=prefix, MaxKeys=PAGE)
         for answer in self._pages(f"listing {prefix}", request, patience, ("ContinuationToken",)):
             now = _clock(answer)
@@ -302,8 +304,8 @@ class S3Store:
                 parts = self._parts_of(entry["Key"])
                 if parts is not None:
                     age = (now - entry["LastModified"]).total_seconds()
-                    found.setdefault(parts[0], []).append(_Found(parts[1], age))
-        return found
+                    files_by_version.setdefault(parts[0], []).append(_Found(parts[1], age))
+        return files_by_version
 
     def _pages(
         self, what: str, request: Callable[..., Any], patience: Patience, markers: tuple[str, ...]
@@ -355,8 +357,8 @@ class S3Store:
         def is_ours(version: str) -> bool:
             return version.startswith(beginning) and owner_of(version) is not None
 
-        found = self.pool.run(lambda: self._list(beginning, self._patience))
-        for version, files in found.items():
+        files_by_version = self.pool.run(lambda: self._list(beginning, self._patience))
+        for version, files in files_by_version.items():
             unfinished = all(file.file != MANIFEST for file in files)
             if unfinished and is_ours(version) and min(file.age for file in files) >= older_than:
                 self._remove(version, files, self._patience)
@@ -366,7 +368,7 @@ class S3Store:
         """End the uploads of versions for which `wanted(version, age in seconds)`."""
         uploads = self.pool.run(lambda: list(self._uploads(patience)))
         chosen = [(key, upload_id) for key, version, upload_id, age in uploads if wanted(version, age)]
-        self.pool.each(lambda one: self._abort_one(one[0], one[1], patience), chosen)
+        self.pool.each(lambda upload: self._abort_one(*upload, patience), chosen)
 
     def _uploads(self, patience: Patience) -> Iterator[tuple[str, str, str, float]]:
         """Key, version, id and age of the multipart uploads that are under way. In the calling thread."""

@@ -99,7 +99,7 @@ class Upload(io.RawIOBase):
     # ---- to the store -------------------------------------------------------------------------------------
 
     def complete(self) -> None:
-        """Send what is left. The object is there, whole, afterwards. Raises `StoreError`."""
+        """Send the remaining bytes; the object is complete afterwards. Raises `StoreError`."""
         store = self._store
         if self._size <= PART_BYTES:
             body = bytes(self._head)
@@ -113,8 +113,8 @@ class Upload(io.RawIOBase):
         etags = store.pool.gather([first, *self._parts])
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
 
-        def is_complete(found: Any | None) -> bool:
-            return found is not None and int(found["ContentLength"]) == self._size
+        def is_complete(head: Any | None) -> bool:
+            return head is not None and int(head["ContentLength"]) == self._size
 
         store.request(
             f"completing {self.key}",

@@ -117,10 +117,10 @@ class DirectStore:
             return self._store.read(key)
         if expected.is_manifest(key) and expected.manifest is not None:
             return expected.manifest
-        found = bytearray()
-        if not self._received(expected, key, found.extend):
+        buffer = bytearray()
+        if not self._received(expected, key, buffer.extend):
             return self._store.read(key)
-        data = memoryview(found)
+        data = memoryview(buffer)
         if expected.is_manifest(key):
             if digest(data).hex() != expected.publication.manifest_hash:
                 self._give_up(f"{key} came damaged")
@@ -137,10 +137,10 @@ class DirectStore:
             try:
                 with temporary.open("xb") as stream:
                     received = self._received(expected, key, stream.write, n_bytes)
-                    found = stream.tell()
+                    written = stream.tell()
                 if received:
                     temporary.rename(to)
-                    return found
+                    return written
             finally:
                 temporary.unlink(missing_ok=True)
         return self._store.download(key, to, n_bytes)
@@ -194,10 +194,10 @@ class DirectStore:
             ) from error
         try:
             with connection:
-                found = ask(connection, offer.round, bytes.fromhex(offer.token), file, most, deadline)
-                if n_bytes is not None and found != n_bytes:
-                    raise TransferError(f"{file} would have {found} bytes instead of {n_bytes}")
-                yield from receive(connection, found, deadline)
+                size = ask(connection, offer.round, bytes.fromhex(offer.token), file, most, deadline)
+                if n_bytes is not None and size != n_bytes:
+                    raise TransferError(f"{file} would have {size} bytes instead of {n_bytes}")
+                yield from receive(connection, size, deadline)
         except TimeoutError:
             raise TransferError(f"{file} did not come within {self._timeout:g} s") from None
         except (OSError, EOFError) as error:

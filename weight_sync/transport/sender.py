@@ -40,7 +40,7 @@ _ELSEWHERE = "192.0.2.1"
 def own_address(controller_url: str, controller_host: str) -> str:
     """The address to listen at: that of this machine on the way to the controller.
 
-    Whoever reaches the controller reaches the trainer by it in most networks, and nothing needs to be configured. On
+    Any host that reaches the controller reaches the trainer by it in most networks, without configuration. On
     the controller's own machine that way is the loopback; then it is the address of the way out, unless the
     controller itself listens at the loopback alone, so that all replicas are on this machine.
 
@@ -49,13 +49,13 @@ def own_address(controller_url: str, controller_host: str) -> str:
 
     Raises `OSError` when no route leads to the controller, or its name is not known."""
     parts = urlsplit(controller_url)
-    found = _towards(parts.hostname or "localhost", parts.port or 80)
-    if is_loopback(found) and not is_loopback(controller_host):
+    address = _towards(parts.hostname or "localhost", parts.port or 80)
+    if is_loopback(address) and not is_loopback(controller_host):
         try:
             return _towards(_ELSEWHERE, 80)
         except OSError:  # a machine without a network
-            return found
-    return found
+            return address
+    return address
 
 
 def _towards(host: str, port: int) -> str:

@@ -82,15 +82,15 @@ def _mac(token: bytes, speaker: bytes, nonces: bytes, body: bytes) -> bytes:
 
 
 def receive_exactly(connection: socket.socket, n_bytes: int, deadline: Deadline) -> bytes:
-    """So many bytes. Raises `EOFError` when the other side hangs up, `OSError` for what the network says."""
-    found = bytearray()
-    while len(found) < n_bytes:
+    """Read exactly `n_bytes`. Raises `EOFError` when the peer hangs up, `OSError` for a network error."""
+    received = bytearray()
+    while len(received) < n_bytes:
         connection.settimeout(deadline.left())
-        piece = connection.recv(n_bytes - len(found))
+        piece = connection.recv(n_bytes - len(received))
         if not piece:
             raise EOFError("the other side hung up")
-        found += piece
-    return bytes(found)
+        received += piece
+    return bytes(received)
 
 
 def send_all(connection: socket.socket, data: bytes | memoryview, deadline: Deadline) -> None:
