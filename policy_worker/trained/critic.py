@@ -33,14 +33,14 @@ class Critic(TrainedModel):
             config.critic,
             group,
             schedule,
-            mesh=mesh_of(config, "critic"),
+            parallelism=mesh_of(config, "critic"),
             packed=config.train.sequence_packing,
             takes_blocks=model.takes_blocks,
             device=group.other_device(2 if reference_layout(config) else 1) if apart else None,
             dispatcher=config.policy.dispatcher,
         )
         if apart:
-            log.info("critic: on %s", self.place.layout.device)
+            log.info("critic: on %s", self.mesh.layout.device)
 
     @torch.no_grad()
     def values(self, samples: Mapping[int, TrainSample], batches: Sequence[Sequence[int]]) -> dict[int, Tensor]:
@@ -52,9 +52,9 @@ class Critic(TrainedModel):
             by_row.update(zip(batch.rows, values.cpu().split(sizes), strict=True))
 
         with self.without_dropout():
-            laid_out = self.place.laid_out(samples, batches, {})
-            self.place.score(self.model.stages, laid_out, self.forward, keep)
-        return self.place.in_unit(by_row, samples, batches)
+            laid_out = self.mesh.laid_out(samples, batches, {})
+            self.mesh.score(self.model.stages, laid_out, self.forward, keep)
+        return self.mesh.in_unit(by_row, samples, batches)
 
     def forward(self, batch: MicroBatch, entry: StageInput | None = None) -> Tensor:
         """The value of what stands before each of the batch's K labels, with gradient."""
@@ -71,4 +71,4 @@ class Critic(TrainedModel):
             return super().step(step)
 
     def _here(self) -> AbstractContextManager[None]:
-        return torch.accelerator.device_index(self.place.layout.device.index)
+        return torch.accelerator.device_index(self.mesh.layout.device.index)

@@ -90,42 +90,42 @@ def reference_mesh(config: Config, policy: ModelMesh) -> ModelMesh:
     policy: where the policy is computed. A collective."""
     if reference_layout(config) is not None:
         return policy._replace(layout=replace(policy.layout, device=policy.group.other_device(1)))
-    mesh = mesh_of(config, "reference")
-    if not config.has_reference or mesh is config.policy.parallelism:
+    parallelism = mesh_of(config, "reference")
+    if not config.has_reference or parallelism is config.policy.parallelism:
         return policy
     group = arranged(config, "reference", policy.group)
     sizes = group.sizes
     layout = replace(policy.layout, pieces=sizes.cp, piece=sizes.piece(group.rank), parts=sizes.parts)
-    pipeline = Pipeline(group, Pipe.of_config(mesh)) if mesh.pp_size > 1 else None
+    pipeline = Pipeline(group, Pipe.of_config(parallelism)) if parallelism.pp_size > 1 else None
     return policy._replace(group=group, layout=layout, pipeline=pipeline)
 
 
-def frozen_reference(model: PolicyModel, config: Config, policy: ModelMesh, place: ModelMesh) -> PolicyModel:
+def frozen_reference(model: PolicyModel, config: Config, policy: ModelMesh, mesh: ModelMesh) -> PolicyModel:
     """Put the reference model where it is computed: whole on devices of its own, else cut and sharded. A collective.
 
-    policy, place: where the policy and the reference are computed. Raises `SettingsError`: it cannot be cut so."""
+    policy, mesh: where the policy and the reference are computed. Raises `SettingsError`: it cannot be cut so."""
     if reference_layout(config) is not None:
-        log.info("reference model: on %s, whole", place.layout.device)
-        return model.requires_grad_(False).eval().read_weights(place.layout.device).to(place.layout.device)
-    if place.group is not policy.group:
-        check_experts(model, place.group, "reference.parallelism")
+        log.info("reference model: on %s, whole", mesh.layout.device)
+        return model.requires_grad_(False).eval().read_weights(mesh.layout.device).to(mesh.layout.device)
+    if mesh.group is not policy.group:
+        check_experts(model, mesh.group, "reference.parallelism")
     units = Units.of_config(config.reference)
     units.check(model, "reference")
-    return spread(model, config, config.reference.offload, place, units)
+    return spread(model, config, config.reference.offload, mesh, units)
 
 
 def spread(
-    model: PolicyModel, config: Config, offload: bool, place: ModelMesh, units: Units | None = None
+    model: PolicyModel, config: Config, offload: bool, mesh: ModelMesh, units: Units | None = None
 ) -> PolicyModel:
-    """Freeze a model, and cut and shard it as `place` has it. A collective.
+    """Freeze a model, and cut and shard it over `mesh`. A collective.
 
     offload: its weights are in host memory between its passes. units: see `fsdp.Units`; None: the decoder layers."""
     model.requires_grad_(False).eval()
-    if place.pipeline is not None:
-        place.pipeline.cut(model)
+    if mesh.pipeline is not None:
+        mesh.pipeline.cut(model)
     dispatcher = config.policy.dispatcher
     return distribute(
-        model, place.group, config.train, frozen=True, offload=offload, dispatcher=dispatcher, units=units
+        model, mesh.group, config.train, frozen=True, offload=offload, dispatcher=dispatcher, units=units
     )
 
 

@@ -49,9 +49,9 @@ MoreOf = Callable[[MicroBatch], More | None]
 class TrainedModel(ABC):
     """A model that learns, on this rank: sharded, with optimizer and schedule.
 
-    group: the ranks as they stand for it. mesh: its own. takes_blocks: whether every model that the layout serves
-    does. device: where it is; None: that of the rank. reshaping: what its log-probs are of. dispatcher: see
-    `policy_worker.parallel.experts`."""
+    group: the ranks as they stand for it. parallelism: its mesh's sizes. takes_blocks: whether every model that the
+    layout serves does. device: where it is; None: that of the rank. reshaping: what its log-probs are of. dispatcher:
+    see `policy_worker.parallel.experts`."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class TrainedModel(ABC):
         group: RankGroup,
         schedule: Schedule,
         *,
-        mesh: ParallelismConfig,
+        parallelism: ParallelismConfig,
         packed: bool,
         takes_blocks: bool,
         device: torch.device | None = None,
@@ -79,8 +79,8 @@ class TrainedModel(ABC):
         )
         section = "critic" if isinstance(keys, CriticConfig) else "train"
         Units.of_config(keys).check(model, section)
-        self._pipeline = Pipeline(group, Pipe.of_config(mesh)) if sizes.pp > 1 else None
-        self.place = ModelMesh(group, layout, numbers_of(keys), self._pipeline)
+        self._pipeline = Pipeline(group, Pipe.of_config(parallelism)) if sizes.pp > 1 else None
+        self.mesh = ModelMesh(group, layout, numbers_of(keys), self._pipeline)
         if self._pipeline is not None:
             self._pipeline.cut(model)
         with torch.accelerator.device_index(device.index):
@@ -110,7 +110,7 @@ class TrainedModel(ABC):
         the backward of the last one."""
         for number, rows in enumerate(batches, 1):
             set_last_micro_batch(self.model, number == len(batches))
-            yield collate([samples[row] for row in rows], rows, self.place.layout, columns)
+            yield collate([samples[row] for row in rows], rows, self.mesh.layout, columns)
 
     def learn(
         self,
@@ -136,7 +136,7 @@ class TrainedModel(ABC):
             with span("loss"):
                 return loss_of(batch, outputs) * self._loss_factor
 
-        laid_out = self.place.laid_out(samples, batches, columns)
+        laid_out = self.mesh.laid_out(samples, batches, columns)
         self._pipeline.learn(self.model, laid_out, partial(self.forward, **asked), loss_share)
 
     @abstractmethod

@@ -75,23 +75,23 @@ class Trainer(TrainedModel):
             config.train,
             group,
             schedule,
-            mesh=config.policy.parallelism,
+            parallelism=config.policy.parallelism,
             packed=config.train.sequence_packing,
             takes_blocks=all(each.takes_blocks for each in models if each is not None)
             and (model.routing_replay is None or config.rollout.computes_prompts_once),
             reshaping=Reshaping.of_config(config),
             dispatcher=config.policy.dispatcher,
         )
-        self.critic, self.vocabulary = critic, self.place.layout.vocabulary
-        self.reference_mesh = reference_mesh(config, self.place)
+        self.critic, self.vocabulary = critic, self.mesh.layout.vocabulary
+        self.reference_mesh = reference_mesh(config, self.mesh)
         self.reference: PolicyModel | EarlierPolicy | None
         if reference_is_within(config):
             self.reference = EarlierPolicy(model)
         else:
-            self.reference = reference and frozen_reference(reference, config, self.place, self.reference_mesh)
+            self.reference = reference and frozen_reference(reference, config, self.mesh, self.reference_mesh)
         offloads = {teacher.name: teacher.offload for teacher in config.local_teachers}
         self.teachers = {
-            name: spread(teacher, config, offloads[name], self.place) for name, teacher in teachers.items()
+            name: spread(teacher, config, offloads[name], self.mesh) for name, teacher in teachers.items()
         }
         """Frozen models of `[[teacher]]`, by name."""
         grpo = config.grpo if config.is_grpo else None
@@ -131,16 +131,16 @@ class Trainer(TrainedModel):
 
     def _use_liger(self) -> None:
         """Let all models on the devices of the ranks use its kernels. A collective. Raises as `use_liger`."""
-        models: list[tuple[Backbone, ModelMesh]] = [(self.model, self.place)]
-        models += [(teacher, self.place) for teacher in self.teachers.values()]
+        models: list[tuple[Backbone, ModelMesh]] = [(self.model, self.mesh)]
+        models += [(teacher, self.mesh) for teacher in self.teachers.values()]
         if self.critic is not None:
-            models.append((self.critic.model, self.critic.place))
+            models.append((self.critic.model, self.critic.mesh))
         if isinstance(self.reference, PolicyModel):
             models.append((self.reference, self.reference_mesh))
         ids = np.arange(1, 17, dtype=np.int32) % self.vocabulary
         probe = TrainSample([Segment(ids, np.ones(len(ids), np.uint8), None)])
-        for model, place in models:
-            (batch,) = place.laid_out({0: probe}, [[0]], {})
+        for model, mesh in models:
+            (batch,) = mesh.laid_out({0: probe}, [[0]], {})
 
             def compute(model: Backbone = model, batch: MicroBatch = batch) -> Tensor:
                 with self.without_dropout(), torch.accelerator.device_index(batch.input_ids.device.index):
@@ -152,14 +152,14 @@ class Trainer(TrainedModel):
     def mesh_of(self, model: PolicyModel | EarlierPolicy) -> ModelMesh:
         """Where the policy, or a frozen model next to it, is computed: these choose experts for themselves."""
         if model is self.model:
-            return self.place
-        place = self.reference_mesh if model is self.reference else self.place
-        return place._replace(layout=replace(place.layout, mixtures=None))
+            return self.mesh
+        mesh = self.reference_mesh if model is self.reference else self.mesh
+        return mesh._replace(layout=replace(mesh.layout, mixtures=None))
 
     @torch.no_grad()
     def head_of(self, model: PolicyModel) -> Head | None:
         """A frozen model's output head, whole; None where outputs are elsewhere. A collective if it is sharded."""
-        return model.whole_head().to(self.group.device) if self.place.has_outputs else None
+        return model.whole_head().to(self.group.device) if self.mesh.has_outputs else None
 
     @torch.no_grad()
     def reset_reference(self, optimizer: bool) -> None:
@@ -192,10 +192,10 @@ class Trainer(TrainedModel):
         `more`; those of several numbers a token only where the last stage of a pipeline is. columns, head, more: see
         `forward`."""
         by_field: list[dict[int, Tensor]] = [{} for _ in fields]
-        place = self.mesh_of(model)
+        mesh = self.mesh_of(model)
 
         def compute(batch: MicroBatch, entry: StageInput | None = None) -> Any:
-            with torch.accelerator.device_index(place.layout.device.index):
+            with torch.accelerator.device_index(mesh.layout.device.index):
                 return model(
                     batch, temperature, reference_distributions(batch, head), "hidden" in fields, more, entry
                 )
@@ -206,9 +206,9 @@ class Trainer(TrainedModel):
                 of_rows.update(zip(batch.rows, attrgetter(field)(outputs).cpu().split(sizes), strict=True))
 
         with self.without_dropout():
-            place.score(model.stages, place.laid_out(samples, batches, columns), compute, keep)
+            mesh.score(model.stages, mesh.laid_out(samples, batches, columns), compute, keep)
         return [
-            place.in_unit(of_rows, samples, batches) if field in NUMBERS else of_rows
+            mesh.in_unit(of_rows, samples, batches) if field in NUMBERS else of_rows
             for field, of_rows in zip(fields, by_field, strict=True)
         ]
 

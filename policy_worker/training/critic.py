@@ -124,7 +124,7 @@ class CriticTraining:
                 batches_here = batches[self._shares.of(part)] if batches else []
                 return {VALUE: self._critic.values(samples, batches_here)}
 
-            numbers = self._critic.place.numbers
+            numbers = self._critic.mesh.numbers
             lengths = partial(plan.lengths_in, samples)
             values = self._replicas.columns(find, {VALUE: numbers}, lengths)[VALUE]
             return self._critic.group.to_all_ranks(values, plan.lengths, numbers) if self._is_own else values

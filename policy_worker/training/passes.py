@@ -98,7 +98,7 @@ class Passes:
             return
         trainer, hidden = self._trainer, columns[HIDDEN]
         assert trainer.reference is not None
-        missing = trainer.place.has_outputs and any(row not in hidden for rows in batches for row in rows)
+        missing = trainer.mesh.has_outputs and any(row not in hidden for rows in batches for row in rows)
         if trainer.group.any(missing):
             (states,) = trainer.score(trainer.reference, samples, batches, self._temperature, ["hidden"])
             hidden.update(states)
@@ -151,7 +151,7 @@ class Passes:
             hidden.update(columns.get(HIDDEN, {}))
             return columns
 
-        types = dict.fromkeys(names, trainer.place.numbers)
+        types = dict.fromkeys(names, trainer.mesh.numbers)
         columns = self._replicas.columns(find, types, partial(plan.lengths_in, samples))
         return columns | ({HIDDEN: hidden} if self._full_kl else {})
 
@@ -166,16 +166,16 @@ class Passes:
             model: PolicyModel | EarlierPolicy, batches: list[list[Rows]], names: Mapping[str, str], **arguments: Any
         ) -> None:
             """names: columns and what of `TokenOutputs` they are."""
-            place = trainer.mesh_of(model)
+            mesh = trainer.mesh_of(model)
             with span(next(iter(names))):
-                apart = place.group is not trainer.group
-                share = place.group.data_rank if apart else plan.shares.of(part)
+                apart = mesh.group is not trainer.group
+                share = mesh.group.data_rank if apart else plan.shares.of(part)
                 batches_here = batches[share] if batches else []
                 scored = trainer.score(
                     model, samples, batches_here, self._temperature, list(names.values()), **arguments
                 )
                 if apart:
-                    scored = [place.group.to_all_ranks(column, plan.lengths, place.numbers) for column in scored]
+                    scored = [mesh.group.to_all_ranks(column, plan.lengths, mesh.numbers) for column in scored]
                 columns.update(zip(names, scored, strict=True))
 
         if trainer.reference:

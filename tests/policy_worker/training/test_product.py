@@ -65,7 +65,7 @@ def samples_of(random: Random, options: dict[str, Any]) -> list[Sample]:
 def share_nothing(algorithm: Grpo) -> None:
     trainer = algorithm._trainer
     trainer.least_spared = None
-    trainer.place = trainer.place._replace(layout=replace(trainer.place.layout, least_spared=None))
+    trainer.mesh = trainer.mesh._replace(layout=replace(trainer.mesh.layout, least_spared=None))
 
 
 def plant_nan(algorithm: Grpo) -> None:
