@@ -388,12 +388,14 @@ class Session(Caller):
             return False
         return True
 
-    def _compare_history(self, there: tuple[int, int], known: tuple[int, int], seen: int, client: Client) -> None:
-        """Declare what the controller has lost. there, known: committed steps and newest publication."""
-        if there[0] >= known[0] and there[1] >= known[1]:
+    def _compare_history(self, reported: tuple[int, int], known: tuple[int, int], seen: int, client: Client) -> None:
+        """Declare what the controller has lost.
+
+        reported, known: committed steps and newest publication, as the controller and this replica have them."""
+        if reported[0] >= known[0] and reported[1] >= known[1]:
             self._told = None
-        elif self._told != (there, known) and self._mend_beside(seen, client):
-            self._told = there, known  # where it helps it helps at once
+        elif self._told != (reported, known) and self._mend_beside(seen, client):
+            self._told = reported, known  # where it helps it helps at once
 
     def _beat_once(self, client: Client, reply: m.RegisterReply) -> None:
         request = m.HeartbeatRequest(
@@ -420,8 +422,8 @@ class Session(Caller):
             log.debug("no heartbeat: %s", error)
             return
         if reply is self.reply:
-            known_there = (answer.committed_steps, answer.newest_publication)
-            self._compare_history(known_there, known, seen, client)
+            reported = (answer.committed_steps, answer.newest_publication)
+            self._compare_history(reported, known, seen, client)
         self.members_epoch = answer.members_epoch
         for command in answer.commands:
             if command == "checkpoint":

@@ -203,10 +203,10 @@ def _listed(choice: Candidates) -> dict[str, object]:
     }
 
 
-def _resumption(found: FoundCheckpoint, config: Config, own: bool) -> Resumption:
+def _resumption(checkpoint: FoundCheckpoint, config: Config, own: bool) -> Resumption:
     wanted = config.train.ckpt.load_contents
     keeps_position = own or wanted is None or "extra" in wanted
-    return Resumption(found, found.step if keeps_position else 0, own)
+    return Resumption(checkpoint, checkpoint.step if keeps_position else 0, own)
 
 
 def before_step(

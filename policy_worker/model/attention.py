@@ -46,10 +46,10 @@ class AttentionContext(Protocol):
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """All heads of its positions, [R, H, L / n, D] each → all positions of its heads, [R, H / n, L, D]."""
 
-    def to_positions(self, found: Tensor) -> Tensor:
+    def to_positions(self, outputs: Tensor) -> Tensor:
         """All positions of its heads, [R, L, H / n, D] → all heads of its positions, [R, L / n, H, D]."""
 
-    def gather(self, found: Outputs, pieces: Sequence[Tensor]) -> Outputs:
+    def gather(self, outputs: Outputs, pieces: Sequence[Tensor]) -> Outputs:
         """From outputs of its tokens [k, …], a tensor or tuples, to those of all tokens [K, …], with gradient.
 
         pieces: int64 [k] for each process, which of the K tokens are its own."""
@@ -71,13 +71,13 @@ class Scattered:
         self.heads.add(query.shape[1])
         return [tensor.index_select(2, self.places) for tensor in (query, key, value)]
 
-    def to_positions(self, found: Tensor) -> Tensor:
-        wide = found.new_zeros(len(found), self._length, *found.shape[2:])
-        return wide.index_copy_(1, self.places, found)
+    def to_positions(self, outputs: Tensor) -> Tensor:
+        wide = outputs.new_zeros(len(outputs), self._length, *outputs.shape[2:])
+        return wide.index_copy_(1, self.places, outputs)
 
-    def gather(self, found: Outputs, pieces: Sequence[Tensor]) -> Outputs:
+    def gather(self, outputs: Outputs, pieces: Sequence[Tensor]) -> Outputs:
         del pieces
-        return found
+        return outputs
 
 
 class Block(NamedTuple):

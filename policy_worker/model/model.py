@@ -108,9 +108,9 @@ class Backbone(nn.Module):
             routing = RoutingRecord(cut(routing.ids), None if routing.weights is None else cut(routing.weights))
         self.routing_replay.begin(routing, again=again)
 
-    def _of_all(self, found: Outputs, batch: MicroBatch) -> Outputs:
+    def _of_all(self, outputs: Outputs, batch: MicroBatch) -> Outputs:
         """Make outputs of the batch's K labels from those of the picked states."""
-        return found if self.context is None else self.context.gather(found, batch.pieces)
+        return outputs if self.context is None else self.context.gather(outputs, batch.pieces)
 
     @property
     def takes_blocks(self) -> bool:

@@ -237,18 +237,18 @@ def probe_of(model: Backbone, length: int) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(length)[None]
 
 
-def _compare(model: Backbone, found: Tensor, expected: Tensor, fault: str) -> None:
-    if found.shape != expected.shape:
-        shapes = f"{tuple(found.shape)} for {tuple(expected.shape)}"
+def _compare(model: Backbone, actual: Tensor, expected: Tensor, fault: str) -> None:
+    if actual.shape != expected.shape:
+        shapes = f"{tuple(actual.shape)} for {tuple(expected.shape)}"
         raise SettingsError(f"{type(model.lm).__name__} cannot be trained here: {fault} ({shapes})")
-    error = distance(found, expected)
+    error = distance(actual, expected)
     if not error <= PROBE_TOLERANCE[expected.dtype]:
         raise SettingsError(f"{type(model.lm).__name__} cannot be trained here: {fault} (off by {error:.3g})")
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
+def distance(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference, relative to the largest entry."""
-    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1.0))
+    return float((actual.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1.0))
 
 
 def replay_routing(model: AnyModel, wanted: ReplayedRouting, lead: Lead = alone) -> AnyModel:

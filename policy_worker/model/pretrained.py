@@ -74,16 +74,16 @@ def weight_files(name: str, revision: str | None) -> list[Path]:
 
     Raises `WeightError`: it comes with adapters."""
 
-    def found(file: str) -> str | None:
+    def cached_path(file: str) -> str | None:
         path: str | None = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
         return path
 
-    single = found(SAFE_WEIGHTS_NAME)
-    if found(ADAPTER) is not None:  # transformers would load them as well
+    single = cached_path(SAFE_WEIGHTS_NAME)
+    if cached_path(ADAPTER) is not None:  # transformers would load them as well
         raise WeightError(f"it comes with adapters ({ADAPTER}), which are not read: merge them into their base")
     if single is not None:
         return [Path(single)]
-    index = found(SAFE_WEIGHTS_INDEX_NAME)
+    index = cached_path(SAFE_WEIGHTS_INDEX_NAME)
     if index is None:
         return []
     paths, _ = get_checkpoint_shard_files(name, index, revision=revision)
@@ -193,13 +193,13 @@ class StoredWeights:
     def _has(self, name: str) -> bool:
         return name in self._moved or name in self._made_with
 
-    def _are_equal(self, one: str, other: str) -> bool:
+    def _are_equal(self, alias: str, source: str) -> bool:
         """Whether two tensors are stored with the same values, as the model has them."""
-        held = self._held[one]
+        held = self._held[alias]
         for rows in blocks(held.shape):
             first, *rest = held.shape
             box = Box((rows.start, *[0] * len(rest)), (len(range(first)[rows]), *rest))
-            a, b = (self._read(name, box, held.dtype, CPU) for name in (one, other))
+            a, b = (self._read(name, box, held.dtype, CPU) for name in (alias, source))
             if not torch.equal(a, b):
                 return False
         return True

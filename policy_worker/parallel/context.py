@@ -55,18 +55,18 @@ class Ulysses:
             key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
         return cast(Sequence[Tensor], _Exchange.apply(self._group, query, key, value))
 
-    def to_positions(self, found: Tensor) -> Tensor:
+    def to_positions(self, outputs: Tensor) -> Tensor:
         """All positions of its heads, [R, L, H / n, D] → all heads of its positions, [R, L / n, H, D]."""
-        return cast(Sequence[Tensor], _Exchange.apply(self._group, found))[0]
+        return cast(Sequence[Tensor], _Exchange.apply(self._group, outputs))[0]
 
-    def gather(self, found: Outputs, pieces: Sequence[Tensor]) -> Outputs:
-        """Gather the outputs of all tokens, with gradient; see `attention.Context`. A collective."""
-        if isinstance(found, Tensor):
-            return cast(Outputs, _Gather.apply(self._group, pieces, found))
-        if isinstance(found, tuple):
-            parts = [self.gather(part, pieces) for part in found]
-            return cast(Outputs, type(found)(*parts) if hasattr(found, "_fields") else tuple(parts))
-        return found
+    def gather(self, outputs: Outputs, pieces: Sequence[Tensor]) -> Outputs:
+        """Gather the outputs of all tokens, with gradient; see `AttentionContext.gather`. A collective."""
+        if isinstance(outputs, Tensor):
+            return cast(Outputs, _Gather.apply(self._group, pieces, outputs))
+        if isinstance(outputs, tuple):
+            parts = [self.gather(part, pieces) for part in outputs]
+            return cast(Outputs, type(outputs)(*parts) if hasattr(outputs, "_fields") else tuple(parts))
+        return outputs
 
 
 class _Exchange(Function):

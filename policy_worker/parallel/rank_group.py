@@ -226,16 +226,16 @@ class RankGroup:
         ]
 
     def to_all_ranks(
-        self, found: Mapping[int, Tensor], lengths: Mapping[int, int], dtype: torch.dtype
+        self, by_row: Mapping[int, Tensor], lengths: Mapping[int, int], dtype: torch.dtype
     ) -> dict[int, Tensor]:
         """By row a number for each of its tokens, from the rank that counts for its share, on all ranks: bit for bit,
         as one rank adds them to zeros. A collective.
 
-        found: [n_i] each, of this rank's share; no row is in two of them. lengths: n_i of the rows of all shares."""
+        by_row: [n_i] each, of this rank's share; no row is in two of them. lengths: n_i of the rows of all shares."""
         numbers = torch.zeros(sum(lengths.values()), dtype=dtype)
         of_rows = dict(zip(lengths, numbers.split([*lengths.values()]), strict=True))
         if self.counts:
-            for row, tensor in found.items():
+            for row, tensor in by_row.items():
                 of_rows[row].copy_(tensor)
         if self.world > 1:
             dist.all_reduce(numbers, group=self._control)

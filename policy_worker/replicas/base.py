@@ -54,7 +54,7 @@ class Notes(Protocol):
     def take(self, part: int) -> Any:
         """Return the notes on a part that was computed, as JSON."""
 
-    def put(self, found: list[Any]) -> None:
+    def put(self, notes: list[Any]) -> None:
         """Take over the notes on all parts, in order."""
 
 

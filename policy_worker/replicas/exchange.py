@@ -82,10 +82,10 @@ class ExchangeWatch:
     def __init__(self, stop: Callable[[], str], seconds: float) -> None:
         self._stop, self._seconds = stop, seconds
 
-    def until(self, there: Callable[[], bool], what: str) -> None:
-        """Wait until something is there. Raises `ExchangeEnded`."""
+    def until(self, is_ready: Callable[[], bool], what: str) -> None:
+        """Wait until `is_ready()` returns true. Raises `ExchangeEnded`."""
         give_up, pause = time.monotonic() + self._seconds, LOOK_S
-        while not there():
+        while not is_ready():
             if reason := self._stop():
                 raise ExchangeEnded(f"{what}: {reason}")
             if time.monotonic() > give_up:

@@ -154,11 +154,11 @@ class Membership:
                 f"numbers than they do, or memory is damaged; it has to load theirs"
             )
 
-    def _agreed(self, at: MemberPoint, **more: Any) -> MemberReply:
+    def _agreed(self, at: MemberPoint, **fields: Any) -> MemberReply:
         """Report where this replica stands, and return the first order that is not to wait."""
         give_up: float | None = None
         while True:
-            order = self._ask(at, **more)
+            order = self._ask(at, **fields)
             if order.action != "wait":
                 return order
             if self._group.any(bool(self._shutdown)):
@@ -168,11 +168,11 @@ class Membership:
 
     # ---- the controller ---------------------------------------------------------------------------------------
 
-    def _ask(self, at: MemberPoint, step: int | None = None, wait_s: float = POLL_S, **more: Any) -> MemberReply:
+    def _ask(self, at: MemberPoint, step: int | None = None, wait_s: float = POLL_S, **fields: Any) -> MemberReply:
         """Report where this replica stands. A collective. Raises as `Session.call`."""
         step = self._step if step is None else step
         if at in ("ready", "holds", "broken") and self._identity.known[0] == step:
-            more["weights"] = self._identity.known[1]
+            fields["weights"] = self._identity.known[1]
 
         def ask() -> Any:
             session = self._session
@@ -188,7 +188,7 @@ class Membership:
                 leads=self._leads_since,
                 batch=self._batch,
                 wait_s=wait_s,
-                **more,
+                **fields,
             )
             try:
                 return session.call(api.member(session.reply.replica_id, request)).model_dump(mode="json")

@@ -226,9 +226,9 @@ def _gradients(trained: TrainedModel) -> PartGradients:
     return PartGradients(trained.optimizer.parameters)
 
 
-def packed(found: Mapping[str, Mapping[int, Tensor]]) -> bytes:
+def packed(columns: Mapping[str, Mapping[int, Tensor]]) -> bytes:
     """Numbers of tokens by column and row, as bytes; `unpacked` knows which."""
-    tensors = [column[row] for column in found.values() for row in sorted(column)]
+    tensors = [column[row] for column in columns.values() for row in sorted(column)]
     return b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
 
 

@@ -148,17 +148,15 @@ class StoredExchange:
         return [vector.numpy().tobytes() for vector in vectors]
 
     def _all(
-        self, round_: Round, kind: str, mine: Mapping[int, Tensor], like: Tensor, *, any_size: bool = False
+        self, round_: Round, kind: str, own: Mapping[int, Tensor], like: Tensor, *, any_size: bool = False
     ) -> list[Tensor]:
         """Return the vectors of all parts, in order. Raises `ExchangeEnded`."""
         names = [f"{self._prefix}.{round_.name}-p{part}-r{self._rank}{kind}" for part in range(round_.parts)]
         try:
-            for part, vector in mine.items():
+            for part, vector in own.items():
                 self._write(names[part], vector)
-            self._note(round_, [names[part] for part in mine])
-            return [
-                mine[part] if part in mine else self._read(name, like, any_size) for part, name in enumerate(names)
-            ]
+            self._note(round_, [names[part] for part in own])
+            return [own[part] if part in own else self._read(name, like, any_size) for part, name in enumerate(names)]
         except (WeightError, OSError) as error:
             raise ExchangeEnded(f"the store of the exchange: {error}") from error
 
@@ -181,12 +179,12 @@ class StoredExchange:
     def _read(self, name: str, like: Tensor, any_size: bool) -> Tensor:
         manifests: list[memoryview] = []
 
-        def there() -> bool:
+        def is_written() -> bool:
             with suppress(NotReadableError):
                 manifests.append(self._store.read(f"{name}/{MANIFEST}"))
             return bool(manifests)
 
-        self._watch.until(there, name)
+        self._watch.until(is_written, name)
         facts = json.loads(bytes(manifests[0]))
         wanted = {"dtype": str(like.dtype)} | ({} if any_size else {"numbers": len(like)})
         if {key: facts.get(key) for key in wanted} != wanted:

@@ -71,13 +71,13 @@ class ModelMesh(NamedTuple):
                 keep(batch, compute(batch))
 
     def in_unit(
-        self, found: Mapping[int, Tensor], samples: Mapping[int, TrainSample], batches: Sequence[Sequence[int]]
+        self, by_row: Mapping[int, Tensor], samples: Mapping[int, TrainSample], batches: Sequence[Sequence[int]]
     ) -> dict[int, Tensor]:
         """By row a number for each learned token, where the last stage is, on all ranks of its unit."""
         rows = list(dict.fromkeys(row for rows in batches for row in rows))
         if self.pipeline is None or not rows:
-            return dict(found)
-        numbers_here = [torch.cat([found[row] for row in rows])] if self.group.counts else []
+            return dict(by_row)
+        numbers_here = [torch.cat([by_row[row] for row in rows])] if self.group.counts else []
         (numbers,) = self.group.tensors_from_last_stage(numbers_here)
         return dict(zip(rows, numbers.split([samples[row].learned_tokens for row in rows]), strict=True))
 

@@ -118,9 +118,9 @@ class SumNotes:
         """Sums for metrics."""
         return self._sums.take(self._group)
 
-    def put(self, found: list[Metrics]) -> None:
+    def put(self, notes: list[Metrics]) -> None:
         """See `Notes.put`."""
-        self._sums.put(found)
+        self._sums.put(notes)
 
 
 def _is_max(name: str) -> bool:
@@ -348,9 +348,9 @@ class SampleCollector:
         rows = [row for row in self._logprobs if row not in self._shared]
         return [(row, self._logprobs.pop(row).tolist()) for row in rows]
 
-    def put(self, found: Iterable[tuple[int, list[float]]]) -> None:
+    def put(self, logprobs_by_row: Iterable[tuple[int, list[float]]]) -> None:
         """Put what was taken, here or elsewhere; of a row that is here already the first log-probs count."""
-        for row, values in found:
+        for row, values in logprobs_by_row:
             self._logprobs.setdefault(row, torch.tensor(values, dtype=torch.float64))
             self._shared.add(row)
 

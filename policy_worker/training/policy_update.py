@@ -72,10 +72,10 @@ class PartMetrics:
         seen = [0.0, 0.0] if replay is None else group.all_reduce(replay.take_seen(), "total")
         return {"sums": self._progress.metrics.take(group), "kept": self._progress.kept.take(), "seen": seen}
 
-    def put(self, found: list[Any]) -> None:
+    def put(self, notes: list[Any]) -> None:
         """See `Notes.put`."""
-        self._progress.metrics.put([part["sums"] for part in found])
-        for part in found:
+        self._progress.metrics.put([part["sums"] for part in notes])
+        for part in notes:
             self._progress.kept.put(part["kept"])
             for number, seen in enumerate(part["seen"]):
                 self._progress.seen[number] += seen

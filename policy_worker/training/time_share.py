@@ -50,7 +50,7 @@ class TimeShare:
         """Wait until no rollout replica holds memory of the devices, and come back to them. A collective.
 
         Raises `Refused`, `ControllerLost`, `LeaveRequestedError`, `ReplacedError`: see `Session.call`."""
-        self._count(mine=False)
+        self._count(own_turn=False)
         began, self._leaves_at = time.monotonic(), None
         with span("wait for the devices"):
             while not self._group.lead(self._is_mine):
@@ -64,7 +64,7 @@ class TimeShare:
 
     def give(self) -> None:
         """Leave the devices, and say so. A collective. Raises as `take`."""
-        self._count(mine=True)
+        self._count(own_turn=True)
         began = time.monotonic()
         with span("offload"):
             self._parked = Parked(self.tensors())
@@ -74,10 +74,10 @@ class TimeShare:
         total = sum(self._seconds.values())
         self.metrics["trainer_turn_fraction"] = self._seconds[True] / total if total else 1.0
 
-    def _count(self, *, mine: bool) -> None:
+    def _count(self, *, own_turn: bool) -> None:
         now = time.monotonic()
         if self._changed is not None:
-            self._seconds[mine] += now - self._changed
+            self._seconds[own_turn] += now - self._changed
         self._changed = now
 
     def _is_mine(self) -> bool:
