@@ -118,14 +118,14 @@ async def _score_all(
         while waiting:
             await _settle(waiting.popleft(), weights, names, tallies, errors, file)
     whole = tallies.pop(ALL)
-    found = {
+    summary = {
         **whole.summary(),
         "seconds": round(time.monotonic() - began, 3),
         "sources": {name: tallies[name].summary() for name in sorted(tallies)},
         "error_examples": errors,
     }
-    write_text(run_dir / "evaluation.json", json.dumps(found, indent=2, ensure_ascii=False) + "\n")
-    return found
+    write_text(run_dir / "evaluation.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    return summary
 
 
 async def _settle(
@@ -170,17 +170,17 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging()
     config = Config.model_validate_json((run_dir / "config.json").read_text(encoding="utf-8"))
     try:
-        found = asyncio.run(evaluate(config, run_dir))
+        summary = asyncio.run(evaluate(config, run_dir))
     except RewardConfigError as error:
         log.error("%s", " ".join(str(error).split()))
         return 2
     except RewardPoolError as error:
         log.error("%s", " ".join(str(error).split()))
         return 1
-    if found["errors"]:
-        example = found["error_examples"][0].splitlines()[0]
-        log.error("%s of %s answers could not be scored: %s", found["errors"], found["responses"], example)
-    return 1 if found["errors"] else 0
+    if summary["errors"]:
+        example = summary["error_examples"][0].splitlines()[0]
+        log.error("%s of %s answers could not be scored: %s", summary["errors"], summary["responses"], example)
+    return 1 if summary["errors"] else 0
 
 
 if __name__ == "__main__":

@@ -78,12 +78,12 @@ class LeaseTable:
         if self._asleep_since is not None:
             return []
         late = [name for name, (began, left) in self._unfinished.items() if began < before and left]
-        found = []
+        requests = []
         for name in late:
             group, _ = self._requests[name]
-            found.append((name, group, sorted(self._unfinished[name][1] & group.open)))
+            requests.append((name, group, sorted(self._unfinished[name][1] & group.open)))
             self._unfinished[name] = self._unfinished[name][0], set()
-        return found
+        return requests
 
     def sleep(self, now: float) -> None:
         """Nothing is generated from now on."""

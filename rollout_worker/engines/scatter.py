@@ -171,13 +171,13 @@ class _Affine:
 
 def _merged(axes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Neighbouring axes that step evenly on both sides as one: whole rows become one long axis."""
-    found: list[tuple[int, int, int]] = []
+    merged: list[tuple[int, int, int]] = []
     for length, stride, to in axes:
-        if found and found[-1][1:] == (length * stride, length * to):
-            found[-1] = (found[-1][0] * length, stride, to)
+        if merged and merged[-1][1:] == (length * stride, length * to):
+            merged[-1] = (merged[-1][0] * length, stride, to)
         else:
-            found.append((length, stride, to))
-    return found
+            merged.append((length, stride, to))
+    return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +199,8 @@ class _Write:
     def differs(self) -> torch.Tensor:
         """[] bool, on the storage's device: no synchronisation."""
         values = self.values.to(self.storage.device)
-        found = self._view() if self.index is None else self.storage.gather(0, self._at())
-        return (found != values).any()
+        stored = self._view() if self.index is None else self.storage.gather(0, self._at())
+        return (stored != values).any()
 
     def cuts(self) -> list[_Write]:
         """The same writes, on a CPU in cuts that stay in its cache."""
@@ -252,11 +252,11 @@ class Patch:
             read(write)
         for write in self._shared:
             read(write)
-        found: dict[str, None] = {}
+        differing: dict[str, None] = {}
         for flagged in by_device.values():
             flags = torch.stack([differs for _, differs in flagged]).tolist()
-            found |= {name: None for (name, _), differs in zip(flagged, flags, strict=True) if differs}
-        return [f"{name} does not hold the elements that were written" for name in found]
+            differing |= {name: None for (name, _), differs in zip(flagged, flags, strict=True) if differs}
+        return [f"{name} does not hold the elements that were written" for name in differing]
 
 
 class WeightMap:
@@ -266,7 +266,7 @@ class WeightMap:
         """Raises `UnmappedError` for a copy that cannot be turned into positions."""
         self.published = dict(published)
         self.places = {name: tuple(places.get(name, ())) for name in published}
-        self._maps = {name: [_Affine(place) for place in found] for name, found in self.places.items()}
+        self._maps = {name: [_Affine(place) for place in slots] for name, slots in self.places.items()}
         self._sharing = _sharing(self.places)
 
     def check(self, model: torch.nn.Module) -> None:
@@ -334,9 +334,9 @@ class WeightMap:
                 continue
             if positions is None:
                 positions, values = torch.arange(values.numel()), values.reshape(-1)
-            found = affine.elements(positions, values)
-            if found is not None:
-                yield _Write(place.parameter, storage, found[0], place.target, found[1])
+            elements = affine.elements(positions, values)
+            if elements is not None:
+                yield _Write(place.parameter, storage, elements[0], place.target, elements[1])
 
     def _check(self, change: TensorChange) -> None:
         known = self.published.get(change.name)
@@ -384,8 +384,8 @@ def _sharing(places: Mapping[str, Sequence[WeightSlot]]) -> frozenset[str]:
     """Published tensors that may have an element in common with another one, as tied ones do: the bytes of a storage
     between their first and last element overlap."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
-    for name, found in places.items():
-        for place in found:
+    for name, slots in places.items():
+        for place in slots:
             if place.elements:
                 offset, shape, strides = place.target
                 last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
@@ -410,12 +410,12 @@ def merge(deltas: Sequence[Iterable[TensorChange]]) -> Iterator[TensorChange]:
     if len(deltas) == 1:
         yield from deltas[0]
         return
-    found: dict[str, TensorChange] = {}
+    changes: dict[str, TensorChange] = {}
     for delta in deltas:
         for change in delta:
-            before = found.get(change.name)
-            found[change.name] = change if before is None else _over(before, change)
-    yield from found.values()
+            before = changes.get(change.name)
+            changes[change.name] = change if before is None else _over(before, change)
+    yield from changes.values()
 
 
 def _over(before: TensorChange, after: TensorChange) -> TensorChange:

@@ -82,9 +82,9 @@ class GenerationPipeline:
     def _score(self, samples: list[Generation]) -> None:
         leases, settings = self._leases, self._leasing.settings
         known = [
-            (sample, found)
+            (sample, request)
             for sample in samples
-            if (found := leases.request(sample.request_id)) and found[1][sample.index] in found[0].open
+            if (request := leases.request(sample.request_id)) and request[1][sample.index] in request[0].open
         ]
         answers = texts(
             self._tokenizer, [sample for sample, _ in known], [settings[group.lease.kind] for _, (group, _) in known]
@@ -137,10 +137,10 @@ class GenerationPipeline:
             "seconds": round(seconds, 4),
         }
         kept = self._texts.text(lease, sample, text, failed=error is not None)
-        found = to_sample(lease, index, sample, reason, error=error, text=sent, kept=kept, **judged)
+        scored_sample = to_sample(lease, index, sample, reason, error=error, text=sent, kept=kept, **judged)
         if result.parts and score is not None and lease.kind == "train":
-            found.part_positions, found.part_values = self._parts(lease, sample, result)
-        return found
+            scored_sample.part_positions, scored_sample.part_values = self._parts(lease, sample, result)
+        return scored_sample
 
     def _parts(
         self, lease: LeasedGroup, sample: Generation, result: RewardResult

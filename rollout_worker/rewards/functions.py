@@ -91,8 +91,8 @@ def gsm8k(completion: str, row: Mapping[str, Any]) -> float:
     expected = number(last_gsm8k(text) or text)
     if expected is None:
         raise ValueError(f"the reference answer {text[:100]!r} is not a number, nor has it one after ####")
-    found = last_gsm8k(completion)
-    return float(found is not None and number(found) == expected)
+    answer = last_gsm8k(completion)
+    return float(answer is not None and number(answer) == expected)
 
 
 @builtin("single_choice")
@@ -158,14 +158,14 @@ def last_boxed(text: str) -> str | None:
 
 def last_tagged(text: str) -> str | None:
     """Content of the last `<answer>…</answer>`, None without one."""
-    found = [inside for inside, end in _ANSWER_TAG.findall(text) if end]
-    return found[-1] if found else None
+    answers = [inside for inside, end in _ANSWER_TAG.findall(text) if end]
+    return answers[-1] if answers else None
 
 
 def last_gsm8k(text: str) -> str | None:
     """The number after the last `####`, None without one."""
-    found = _GSM8K.findall(text)
-    return found[-1] if found else None
+    answers = _GSM8K.findall(text)
+    return answers[-1] if answers else None
 
 
 def number(text: str) -> Decimal | None:

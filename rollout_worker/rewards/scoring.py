@@ -33,11 +33,11 @@ def score_of(
 
 def parts_of(parts: Mapping[str, Sequence[tuple[int, float]]], weights: Mapping[str, float]) -> dict[int, float]:
     """The parts of a score by the character of the answer at which they were earned."""
-    found: dict[int, float] = {}
+    by_character: dict[int, float] = {}
     for name, located in parts.items():
         for place, value in located:
-            found[place] = found.get(place, 0.0) + weights[name] * value
-    return found
+            by_character[place] = by_character.get(place, 0.0) + weights[name] * value
+    return by_character
 
 
 def total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:

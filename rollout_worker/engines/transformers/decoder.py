@@ -292,9 +292,9 @@ class Decoder:
             if rules.strings:
                 for row in rows.tolist():
                     if ended.get(row) is None:
-                        found = rules.find(self._response(row))
-                        if found is not None:
-                            ended[row] = found
+                        stop_string = rules.find(self._response(row))
+                        if stop_string is not None:
+                            ended[row] = stop_string
         finished = [self._generation(row, reason) for row, reason in ended.items()]
         self._remove(list(ended))
         return finished

@@ -278,12 +278,12 @@ class TransformersEngine:
         model, published = self._decoder.model, served.published
         lossy = any(loses_bits(tensor.dtype, model.dtype) for tensor in published.values())
         if not lossy or served.weights is None:
-            found: Tally = models.served(model, published, None)
-            return found
+            tally: Tally = models.served(model, published, None)
+            return tally
         with served.weights.reading() as publication:
             same = publication.content_hash == served.content_hash
-            found = models.served(model, published, dict(served.weights.tensors()) if same else None)
-            return found
+            tally = models.served(model, published, dict(served.weights.tensors()) if same else None)
+            return tally
 
     def stats(self) -> EngineStats:
         decoder, (idle, since) = self._booted, self._idle

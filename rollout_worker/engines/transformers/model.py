@@ -129,11 +129,11 @@ def self_test(model: Any, eos_token_ids: frozenset[int], routing: Routing | None
     finally:
         model.set_attn_implementation(attention.NAME)
     full = model.dtype == torch.float32
-    found = float(differences.max() if full else differences.mean())
-    if not found <= (TOLERANCE if full else HALF_TOLERANCE):
+    difference = float(differences.max() if full else differences.mean())
+    if not difference <= (TOLERANCE if full else HALF_TOLERANCE):
         raise EngineConfigError(
             f'rollout.backend = "transformers" computes {type(model).__name__} wrongly (log-probs differ by '
-            f"{found:.3g} from a plain forward): {_REMEDY}"
+            f"{difference:.3g} from a plain forward): {_REMEDY}"
         )
     if routing is not None:
         routing.check(recorded, plain, exactly=full)
@@ -166,7 +166,8 @@ def _compared(model: Any, decoder: Decoder) -> tuple[torch.Tensor, list[Chosen],
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :].float()
         expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
         differences.append((expected - torch.from_numpy(generation.logprobs)).abs())
-    return torch.cat(differences), [(one.expert_ids, one.expert_weights) for one in finished], plain
+    recorded = [(generation.expert_ids, generation.expert_weights) for generation in finished]
+    return torch.cat(differences), recorded, plain
 
 
 def _parameters(model: Any) -> dict[str, tuple[str, torch.Tensor]]:
@@ -194,9 +195,9 @@ def apply_weights(model: Any, given: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         target = targets.get(name)
         if target is None or target.shape != tensor.shape:
-            found = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
+            mismatch = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
             raise WeightMismatch(
-                f"published tensor {name!r} of shape {tuple(tensor.shape)}: the engine's model has {found}"
+                f"published tensor {name!r} of shape {tuple(tensor.shape)}: the engine's model has {mismatch}"
             )
         target.copy_(tensor)
 
@@ -244,8 +245,8 @@ def served(model: Any, published: Mapping[str, PublishedTensor], copy: Mapping[s
     """Hash the published tensors as the model holds them; `copy`: those of the host's copy, where needed."""
     held = {name: tensor for name, (_, tensor) in _parameters(model).items()} | _held(model)
     tally = Tally(copy)
-    for name, one in published.items():
-        tally.add(name, one, held[name].detach().cpu())
+    for name, spec in published.items():
+        tally.add(name, spec, held[name].detach().cpu())
     return tally
 
 

@@ -75,10 +75,10 @@ class Routing:
     def recorded(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[Ids, npt.NDArray[np.float32]]:
         """Return what was recorded, of any shape, as a `Generation` has it."""
         dtype = np.uint8 if self._is_narrow else np.uint16
-        found = ids.cpu().numpy().astype(dtype, order="C")  # a copy, as is the next
-        return found, weights.float().cpu().numpy().astype(np.float32, order="C")
+        expert_ids = ids.cpu().numpy().astype(dtype, order="C")  # a copy, as is the next
+        return expert_ids, weights.float().cpu().numpy().astype(np.float32, order="C")
 
-    def check(self, found: Sequence[Chosen], expected: Sequence[Chosen], exactly: bool) -> None:
+    def check(self, recorded: Sequence[Chosen], expected: Sequence[Chosen], exactly: bool) -> None:
         """Compare what was recorded with what a plain forward of the same tokens chooses.
 
         Where two experts are almost as likely either may be chosen, which happens more often in half precision
@@ -86,7 +86,7 @@ class Routing:
         """
         ids, weights, plain_ids, plain = (
             np.concatenate([sample[i].reshape(-1, sample[i].shape[-1]) for sample in samples])
-            for samples in (found, expected)
+            for samples in (recorded, expected)
             for i in (0, 1)
         )
         same = ids[:, :, None] == plain_ids[:, None]

@@ -127,7 +127,7 @@ def kept_ids(kept: torch.Tensor) -> list[npt.NDArray[np.int32]]:
     rows, ids = (index.cpu().numpy() for index in kept.nonzero(as_tuple=True))
     counts = np.bincount(rows, minlength=len(kept))
     sets = np.split(ids.astype(np.int32), np.cumsum(counts)[:-1])
-    return [one if len(one) < kept.shape[1] else one[:0] for one in sets]
+    return [row_ids if len(row_ids) < kept.shape[1] else row_ids[:0] for row_ids in sets]
 
 
 def _invert(logprobs: torch.Tensor, uniform: npt.NDArray[np.float64]) -> torch.Tensor:
@@ -166,8 +166,8 @@ class StopRules:
 
     def ends(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which of these newest tokens end their samples, [N]."""
-        found: npt.NDArray[np.bool_] = self._ends[tokens]
-        return found
+        ends: npt.NDArray[np.bool_] = self._ends[tokens]
+        return ends
 
     def forbidden(self, generated: npt.NDArray[np.int64]) -> torch.Tensor | None:
         """bool [N, V]: tokens that would end a sample of `generated` tokens too early; None if there are none."""

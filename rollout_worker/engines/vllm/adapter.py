@@ -284,12 +284,12 @@ class VllmAdapter:
             prompt = tokens_input(list(prompt_token_ids), cache_salt=salt)
             requested = self._llm.generate(prompt, params, request_id, lora_request=self._lora_request)
             async for output in requested:
-                found = output.outputs[0]
+                completion = output.outputs[0]
                 chosen: Ids = np.zeros((0, 0, 0), np.uint8)
                 if experts:
-                    computed = len(prompt_token_ids) + len(found.token_ids) - 1
-                    chosen = chosen_experts(found.routed_experts, computed, self._mixtures)
-                return _completion(found, self.vocabulary, chosen)
+                    computed = len(prompt_token_ids) + len(completion.token_ids) - 1
+                    chosen = chosen_experts(completion.routed_experts, computed, self._mixtures)
+                return _completion(completion, self.vocabulary, chosen)
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(self._lost or f"vLLM failed: {error or type(error).__name__}") from error
         except (ValueError, TypeError) as error:
@@ -337,10 +337,10 @@ class VllmAdapter:
 
     async def apply(self, version: int) -> Update:
         """Write what was prepared, and read it back. Pause before."""
-        found, _ = await asyncio.gather(
+        answers, _ = await asyncio.gather(
             self._ask("cosmos_finish"), self._answered(self._llm.update_weight_version(str(version)))
         )
-        return _update(found)
+        return _update(answers)
 
     async def load(self, place: Mapping[str, str], version: int) -> Update:
         """Load a full version in all of vLLM's workers, and prove it. Pause before.
@@ -349,16 +349,16 @@ class VllmAdapter:
             place: fields of `transfer.StoreUpdateInfo` that say where it lies.
         """
         if self._lora_request is not None:
-            found = await self._ask("cosmos_adapter", dict(place))
+            answers = await self._ask("cosmos_adapter", dict(place))
             await self._answered(self._llm.update_weight_version(str(version)))
-            return _update(found)
+            return _update(answers)
         await self._ask("cosmos_update", dict(place))
         return await self.apply(version)
 
     async def layouts(self) -> list[dict[str, Any] | None]:
         """For each rank, what `StoreWeightTransferEngine.layout` says."""
-        found: list[dict[str, Any] | None] = await self._ask("cosmos_layout")
-        return found
+        layouts: list[dict[str, Any] | None] = await self._ask("cosmos_layout")
+        return layouts
 
     async def read(self, directory: Path, n_bytes: int, rows: Sequence[tuple[str, int]]) -> list[str]:
         """Let each rank write published tensors, as it keeps them, to a file of the name of its rank.

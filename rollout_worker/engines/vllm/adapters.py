@@ -48,11 +48,11 @@ def problems(model: torch.nn.Module, settings: str, tensors: Mapping[str, torch.
     if SLOT_ID not in manager.lora_index_to_id:
         return ["no adapter is in use"]
     slot = manager.lora_index_to_id.index(SLOT_ID)
-    wanted, found = _scaled(model, settings, tensors), []
+    wanted, faults = _scaled(model, settings, tensors), []
     for name, layer in manager.modules.items():
         pairs = [wanted.pop(part, None) for part in manager.packed_modules.get(name, [name])]
-        found += [f"{name}: {fault}" for fault in _faults(layer, slot, pairs)]
-    return found + [f"vLLM has no place for the adapter of {name}" for name in wanted]
+        faults += [f"{name}: {fault}" for fault in _faults(layer, slot, pairs)]
+    return faults + [f"vLLM has no place for the adapter of {name}" for name in wanted]
 
 
 def _helper(settings: str) -> PEFTHelper:

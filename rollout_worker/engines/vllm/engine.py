@@ -278,7 +278,7 @@ class VllmEngine:
                 await adapter.pause(forget_cache=not self._keep_kv)
                 update.paused = time.monotonic()
                 self._content = None
-                found = await self._apply(adapter, weights, version, update, stack)
+                applied = await self._apply(adapter, weights, version, update, stack)
                 await adapter.resume()
             except BaseException as error:
                 await self._distrust(adapter, update)
@@ -293,8 +293,8 @@ class VllmEngine:
             self._gate.set()
         return LoadReport(
             pause_s=update.paused - update.asked,
-            apply_s=found.apply_s,
-            verify_s=found.verify_s,
+            apply_s=applied.apply_s,
+            verify_s=applied.verify_s,
             prepare_s=update.asked - update.began,
             interrupted_s=resumed - update.asked,
             mode="full" if update.place else "in_place",
@@ -337,18 +337,18 @@ class VllmEngine:
     ) -> Update:
         """Write and prove; all of the weights where writing changes has failed. Raises `WeightMismatch`."""
         if not update.place:
-            found = await adapter.apply(update.version)
-            problems = _problems(found)
+            applied = await adapter.apply(update.version)
+            problems = _problems(applied)
             if not problems:
-                return found
+                return applied
             update.detail = f"writing the changes failed: {'; '.join(problems[:NAMED_PROBLEMS])}"
             log.error("version %d is loaded whole: %s", version, update.detail)
             await self._locate(weights, version, update, stack)
-        found = await adapter.load(update.place, update.version)
-        problems = _problems(found)
+        applied = await adapter.load(update.place, update.version)
+        problems = _problems(applied)
         if problems:
             raise _mismatch(update.version, problems)
-        return found
+        return applied
 
     async def _distrust(self, adapter: VllmAdapter, update: _Updating) -> None:
         """After a failure: nothing is generated until a later update has succeeded."""
@@ -392,18 +392,18 @@ class VllmEngine:
                 return Checksum(None, False, ["no weights are served"], 0.0)
             try:
                 if self._settings:
-                    found = await served_adapter(adapter, self._weights, self._content, self._settings)
+                    checksum = await served_adapter(adapter, self._weights, self._content, self._settings)
                 elif self._rebuilt:
                     problems = await adapter.changed()
-                    found = Checksum(None if problems else self._content, False, problems, 0.0)
+                    checksum = Checksum(None if problems else self._content, False, problems, 0.0)
                 else:
-                    found = await served_weights(adapter, self._weights, self._content, self._folder)
+                    checksum = await served_weights(adapter, self._weights, self._content, self._folder)
             except EngineError:
                 raise
             except Exception as error:
                 self._running()
                 raise EngineFailed(f"the weights inside of vLLM cannot be read: {error}") from error
-        return replace(found, seconds=time.monotonic() - began)
+        return replace(checksum, seconds=time.monotonic() - began)
 
     def stats(self) -> EngineStats:
         inside = sum(map(len, self._tasks.values()))

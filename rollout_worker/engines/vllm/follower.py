@@ -122,6 +122,6 @@ def _run(leader: LeadingNode, config: Config, scratch: Scratch) -> NoReturn:
 
 
 if __name__ == "__main__":
-    found = main()
+    exit_code = main()
     logging.shutdown()
-    os._exit(found)  # vLLM's own clearing up would wait for processes that are gone
+    os._exit(exit_code)  # vLLM's own cleanup would wait for processes that are gone

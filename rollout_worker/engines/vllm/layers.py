@@ -46,16 +46,16 @@ _QUANTISED_ONLINE = "vllm.model_executor.layers.quantization.online."
 
 def refused(model: torch.nn.Module) -> list[str]:
     """Layers whose weights cannot be replaced, and why."""
-    found = []
+    refusals = []
     for name, module in model.named_modules():
         method = _method(module)
         if method is not None and not (_is_plain(method) or _is_packed(method) or _is_rebuilt(method)):
-            found.append(f"{name} ({_title(method)})")
+            refusals.append(f"{name} ({_title(method)})")
         elif isinstance(module, MLAAttention) and not _is_derived(module):
-            found.append(f"{name} (latent attention by {type(module.impl).__name__})")
+            refusals.append(f"{name} (latent attention by {type(module.impl).__name__})")
         elif _drops_bias(getattr(module, "router", None)):
-            found.append(f"{name} (the correction of its router's scores, which vLLM leaves out on a CPU)")
-    return found
+            refusals.append(f"{name} (the correction of its router's scores, which vLLM leaves out on a CPU)")
+    return refusals
 
 
 def _drops_bias(router: Any) -> bool:
@@ -164,7 +164,7 @@ class Packed:
 
     @property
     def order(self) -> torch.Tensor:
-        """[rows * columns] int64: where an expert's element lies; see `scatter.Place`."""
+        """[rows * columns] int64: where an expert's element lies; see `scatter.WeightSlot`."""
         _, rows, columns = self.parameter.shape
         return _inverse(rows, columns, self.parameter.dtype, self.isa)
 
@@ -185,17 +185,17 @@ class Packed:
 
 def packed(model: torch.nn.Module) -> list[Packed]:
     """The packed weights of a model."""
-    found = []
+    packed_weights = []
     for name, module in model.named_modules():
         method = _method(module)
         if method is not None and _is_packed(method):
             experts = method.moe_kernel.fused_experts
             if not experts._use_zentorch:  # which computes from the parameters
-                found += [
+                packed_weights += [
                     Packed(f"{name}.{weight}", getattr(module, weight), experts.isa)
                     for weight in ("w13_weight", "w2_weight")
                 ]
-    return found
+    return packed_weights
 
 
 def _pack(weights: torch.Tensor, isa: str) -> torch.Tensor:
@@ -213,8 +213,8 @@ def _inverse(rows: int, columns: int, dtype: torch.dtype, isa: str) -> torch.Ten
     for shift in range(0, 45, 15):
         digits = ((positions >> shift) & 0x7FFF).to(bits).view(dtype).reshape(1, rows, columns)
         order |= _pack(digits, isa).reshape(-1).view(bits).long() << shift
-    found, inverse = order.sort()
-    if not torch.equal(found, positions):
+    sorted_positions, inverse = order.sort()
+    if not torch.equal(sorted_positions, positions):
         raise RuntimeError(f"packing {rows} x {columns} for {isa} does not only move elements")
     return inverse
 

@@ -123,7 +123,7 @@ def nodes_of(env: Mapping[str, str]) -> Nodes | None:
         count = int(env.get("COSMOS_ENGINE_NODES") or 1)
         if count < 2:
             return None
-        found = Nodes(
+        nodes = Nodes(
             count,
             int(env["COSMOS_ENGINE_NODE"]),
             env["COSMOS_ENGINE_LEADER"],
@@ -136,9 +136,9 @@ def nodes_of(env: Mapping[str, str]) -> Nodes | None:
         raise EngineConfigError(f"COSMOS_ENGINE_NODES is set, and {error.args[0]} is not") from None
     except ValueError as error:
         raise EngineConfigError(f"COSMOS_ENGINE_NODES, _NODE and _PORT are numbers: {error}") from None
-    if not 0 <= found.index < found.count:
-        raise EngineConfigError(f"COSMOS_ENGINE_NODE = {found.index} is not one of {found.count} machines")
-    return found
+    if not 0 <= nodes.index < nodes.count:
+        raise EngineConfigError(f"COSMOS_ENGINE_NODE = {nodes.index} is not one of {nodes.count} machines")
+    return nodes
 
 
 def differences(own: Config, theirs: Mapping[str, Any]) -> list[str]:
@@ -153,19 +153,19 @@ def differences(own: Config, theirs: Mapping[str, Any]) -> list[str]:
 
 
 def _table(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-    found = config.get(section)
-    return found if isinstance(found, dict) else {}
+    table = config.get(section)
+    return table if isinstance(table, dict) else {}
 
 
 class _Line:
     """Messages over a connection whose ends are proven: length, MAC, a JSON object."""
 
-    def __init__(self, connection: socket.socket, handshake: Handshake, mine: Speaker) -> None:
-        theirs: Speaker = "client" if mine == "server" else "server"
+    def __init__(self, connection: socket.socket, handshake: Handshake, speaker: Speaker) -> None:
+        peer: Speaker = "client" if speaker == "server" else "server"
         self._connection, self._sending, self._receiving = (
             connection,
-            Seal(handshake, mine),
-            Seal(handshake, theirs),
+            Seal(handshake, speaker),
+            Seal(handshake, peer),
         )
 
     def fileno(self) -> int:
@@ -384,9 +384,9 @@ def join(nodes: Nodes) -> LeadingNode:
 def _joined(nodes: Nodes) -> LeadingNode:
     connection = socket.create_connection((nodes.leader, nodes.port), HELLO_S)
     try:
-        mine, deadline = ClientProof(PURPOSE, nodes.token), Deadline(HELLO_S)
-        send_all(connection, mine.opening, deadline)
-        proof, handshake = mine.check(receive_exactly(connection, ANSWER_BYTES, deadline))
+        client_proof, deadline = ClientProof(PURPOSE, nodes.token), Deadline(HELLO_S)
+        send_all(connection, client_proof.opening, deadline)
+        proof, handshake = client_proof.check(receive_exactly(connection, ANSWER_BYTES, deadline))
         send_all(connection, proof, deadline)
         line = _Line(connection, handshake, "client")
         line.tell({"node": nodes.index})

@@ -118,8 +118,8 @@ def trees(roots: Iterable[int]) -> list[psutil.Process]:
 
 def started_by_vllm(before: Collection[int]) -> list[psutil.Process]:
     """Processes of vLLM below ours that were not among `before`."""
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if process.pid not in before and _is_vllm(process)]
+    children = psutil.Process().children(recursive=True)
+    return [process for process in children if process.pid not in before and _is_vllm(process)]
 
 
 def _is_vllm(process: psutil.Process) -> bool:
@@ -134,13 +134,13 @@ def _is_vllm(process: psutil.Process) -> bool:
 
 def shared_segments(processes: Iterable[psutil.Process]) -> set[Path]:
     """Shared memory that vLLM's ranks on a CPU exchange tensors through, and that they leave behind."""
-    found: set[Path] = set()
+    paths: set[Path] = set()
     for process in processes:
         try:
-            found.update(Path(entry.path) for entry in process.memory_maps())
+            paths.update(Path(entry.path) for entry in process.memory_maps())
         except psutil.Error:
             continue
-    return {path for path in found if path.match("/dev/shm/vllm_dist_*")}  # noqa: S108
+    return {path for path in paths if path.match("/dev/shm/vllm_dist_*")}  # noqa: S108
 
 
 def alive(process: psutil.Process) -> bool:

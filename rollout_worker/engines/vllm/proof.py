@@ -133,7 +133,7 @@ class LoadTrace(TorchDispatchMode):
     def weight_map(self, orders: Mapping[str, torch.Tensor] | None = None) -> WeightMap:
         """Where the given tensors lie in the model. Call it after a report without problems.
 
-        orders: by parameter, how it was permuted after it was loaded; see `scatter.Place`.
+        orders: by parameter, how it was permuted after it was loaded; see `scatter.WeightSlot`.
 
         Raises `UnmappedError` where a loader copied in a way that gives no map.
         """
@@ -141,10 +141,10 @@ class LoadTrace(TorchDispatchMode):
         for known in self._targets.values():
             for copy in known.copies:
                 source = copy.source
-                found = self._given.part(source) if isinstance(source, torch.Tensor) else None
-                if found is None or not isinstance(source, torch.Tensor):
+                location = self._given.part(source) if isinstance(source, torch.Tensor) else None
+                if location is None or not isinstance(source, torch.Tensor):
                     continue
-                name, offset = found
+                name, offset = location
                 tensor = self._given.tensors[name]
                 if not tensor.is_contiguous() or source.dtype is not tensor.dtype:
                     raise UnmappedError(f"{known.name} was loaded from {name} by reading it as something else")
@@ -167,10 +167,10 @@ class LoadTrace(TorchDispatchMode):
     def _check(self, known: _Known, read: dict[str, list[Region]]) -> list[str]:
         for copy in known.copies:
             if isinstance(copy.source, torch.Tensor):
-                found = self._given.part(copy.source)
-                if found is None:
+                location = self._given.part(copy.source)
+                if location is None:
                     return [f"{known.name} was loaded from something other than the published tensors"]
-                name, offset = found
+                name, offset = location
                 read.setdefault(name, []).append((offset, *region_of(copy.source)[1:]))
                 if not _same_bits(copy.target, copy.source):
                     return [f"{known.name} differs from the published {name}"]

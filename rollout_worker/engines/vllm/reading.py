@@ -86,8 +86,8 @@ async def served_weights(
         except _NoRoomError as error:
             log.warning("the served weights are not compared with the published ones: %s", error)
             return Checksum(None, False, tally.problems, 0.0)
-        found = tally.content_hash
-    return Checksum(found, tally.exact, tally.problems, 0.0)
+        served_hash = tally.content_hash
+    return Checksum(served_hash, tally.exact, tally.problems, 0.0)
 
 
 async def served_adapter(
@@ -110,7 +110,7 @@ async def served_adapter(
 
 
 def _joined(layouts: Sequence[Mapping[str, Any]]) -> list[_Tensor]:
-    found = []
+    tensors = []
     for name, row in layouts[0].items():
         published = PublishedTensor(torch_dtype(row["dtype"], name), tuple(row["shape"]))
         kept = {layout[name]["kept"] for layout in layouts} - {None}
@@ -119,8 +119,8 @@ def _joined(layouts: Sequence[Mapping[str, Any]]) -> list[_Tensor]:
             for layout in layouts
         ]
         dtype = torch_dtype(kept.pop(), name) if kept else published.dtype
-        found.append(_Tensor(name, published, dtype, parts))
-    return found
+        tensors.append(_Tensor(name, published, dtype, parts))
+    return tensors
 
 
 def _groups(tensors: Sequence[_Tensor], most: int) -> Iterator[list[tuple[_Tensor, int]]]:

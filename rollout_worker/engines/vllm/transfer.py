@@ -304,8 +304,8 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         """Whether the file is complete, and what is wrong with what was read."""
         assert self._reading is not None
         state = _state(self._reading)
-        found = self._reading.result() if state["done"] and state["problem"] is None else []
-        return {**state, "problems": found}
+        problems = self._reading.result() if state["done"] and state["problem"] is None else []
+        return {**state, "problems": problems}
 
     # ---- life ---------------------------------------------------------------------------------------------
 
