@@ -93,19 +93,19 @@ def check_available(config: Config) -> list[Problem]:
             default = type(section).model_fields[name].get_default(call_default_factory=True)
             refusal = _refusal(key, value, row, default, is_written=name in section.model_fields_set)
             (absent.setdefault(row.section, []) if row.section else problems).append(refusal)
-    return problems + [_together(section, found) for section, found in absent.items()]
+    return problems + [_together(section, refusals) for section, refusals in absent.items()]
 
 
-def _together(section: str, found: list[Problem]) -> Problem:
+def _together(section: str, refusals: list[Problem]) -> Problem:
     """One refusal for all keys of a section of which nothing is built."""
-    if len(found) == 1:
-        return found[0]
-    names = [problem.key.removeprefix(f"{section}.") for problem in found]
+    if len(refusals) == 1:
+        return refusals[0]
+    names = [problem.key.removeprefix(f"{section}.") for problem in refusals]
     names.sort(key=lambda name: name != "enable")
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    missing = UNAVAILABLE[found[0].key].missing
-    message = f"this build cannot do {missing} yet, which {', '.join(names[:_NAMED])}{more} ask for"
-    related = tuple(problem.key for problem in found)
+    suffix = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    missing = UNAVAILABLE[refusals[0].key].missing
+    message = f"this build cannot do {missing} yet, which {', '.join(names[:_NAMED])}{suffix} ask for"
+    related = tuple(problem.key for problem in refusals)
     return Problem(section, message, None, f"leave [{section}] out", related=related)
 
 

@@ -116,8 +116,8 @@ def short_names(specs: Iterable[str]) -> dict[str, str]:
     parts = {spec: _parts(spec) for spec in specs}
     short = {spec: names[-1] for spec, names in parts.items()}
     for depth in range(2, 1 + max(map(len, parts.values()), default=0)):
-        known = Counter(short.values())
-        short |= {spec: ".".join(parts[spec][-depth:]) for spec, name in short.items() if known[name] > 1}
+        counts = Counter(short.values())
+        short |= {spec: ".".join(parts[spec][-depth:]) for spec, name in short.items() if counts[name] > 1}
     return short
 
 

@@ -59,12 +59,12 @@ class Columns:
 
     def merged(self, other: Columns) -> Columns:
         """The columns of both."""
-        both = {
+        shared = {
             name: None if (inner := self.fields[name]) is None or fields is None else inner.merged(fields)
             for name, fields in other.fields.items()
             if name in self.fields
         }
-        return Columns(self.fields | other.fields | both)
+        return Columns(self.fields | other.fields | shared)
 
 
 def flat(names: Sequence[str]) -> Columns:

@@ -106,10 +106,10 @@ def data_files(directory: Path, unread: dict[str, list[Path]]) -> Iterator[DataF
     """Yield all data files; what else looks like data goes to `unread`. Raises `UnreadableDataError`, OSError."""
     entries = 0
     for folder, folders, names in os.walk(directory, followlinks=True, onerror=_fail):
-        here = Path(folder)
-        parts = here.relative_to(directory).parts
+        folder_path = Path(folder)
+        parts = folder_path.relative_to(directory).parts
         above = [directory.joinpath(*parts[:n]) for n in range(len(parts))]
-        if here.is_symlink() and file_id(here) in map(file_id, above):
+        if folder_path.is_symlink() and file_id(folder_path) in map(file_id, above):
             folders.clear()  # a link to a folder above: its files are read there
             continue
         entries += len(folders) + len(names)
@@ -117,10 +117,10 @@ def data_files(directory: Path, unread: dict[str, list[Path]]) -> Iterator[DataF
             raise UnreadableDataError(
                 f"{directory} holds more than {MOST_ENTRIES:,} files and folders", "name its files in `files`"
             )
-        state = _saved_state(here) if _STATE in names else None
-        listed = None if state is None else _listed(here, state)
+        state = _saved_state(folder_path) if _STATE in names else None
+        listed = None if state is None else _listed(folder_path, state)
         for name in sorted(names):
-            path = here / name
+            path = folder_path / name
             relative = str(path.relative_to(directory))
             reason = _no_data(relative, name, listed)
             if reason is None and not path.is_file():
@@ -207,5 +207,5 @@ def _preference(file: DataFile) -> int:
 
 def listing(names: Sequence[str], most: int = 8) -> str:
     """The names in one line, of many the first, and how many more there are."""
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    suffix = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + suffix

@@ -81,9 +81,9 @@ def _with_glued(files: list[DataFile]) -> list[DataFile]:
         match = None if file.words else _GLUED.fullmatch(file.path.stem.lower())
         if match is None:
             return file
-        rest, word = match[1], match[2]
+        prefix, word = match[1], match[2]
         others = ["", *(other for other, kind in KINDS.items() if kind != KINDS[word])]
-        near = any((file.path.parent, rest + other) in stems for other in others)
+        near = any((file.path.parent, prefix + other) in stems for other in others)
         return replace(file, words=(word,)) if near else file
 
     return [labelled(file) for file in files]
@@ -113,23 +113,23 @@ def choose(directory: Path, splits: Sequence[str], role: Role, apart: Collection
         )
     if declared:
         chosen = splits or [default_split(str(directory), list(declared), role)]
-        wanted = _declared(directory, files, declared, chosen)
+        chosen_files = _declared(directory, files, declared, chosen)
         how = "" if splits else f"no split is named: {chosen[0]} of {', '.join(declared)}"
     else:
-        wanted, how = _named(directory, files, splits) if splits else _default(directory, files, role, unread)
-    read = [file for file in wanted if file.id not in apart]
-    other = "validation" if role == "train" else "training"
+        chosen_files, how = _named(directory, files, splits) if splits else _default(directory, files, role, unread)
+    read = [file for file in chosen_files if file.id not in apart]
+    other_role = "validation" if role == "train" else "training"
     if not read:
         raise UnreadableDataError(
-            f"{directory}: {other} reads all of the files that would be of {role} "
-            f"({listing([file.name for file in wanted])}), none is left",
+            f"{directory}: {other_role} reads all of the files that would be of {role} "
+            f"({listing([file.name for file in chosen_files])}), none is left",
             "name a split of its own for each, or hold rows out with train.train_policy.dataset.test_size; to train "
             "and validate on the same rows, name the files in `files`",
         )
-    read_ids, wanted_ids = {file.id for file in read}, {file.id for file in wanted}
+    read_ids, chosen_ids = {file.id for file in read}, {file.id for file in chosen_files}
     for file in files:
         if file.id not in read_ids:
-            reason = f"{other} reads it" if file.id in wanted_ids else _why_not(file, how, declared)
+            reason = f"{other_role} reads it" if file.id in chosen_ids else _why_not(file, how, declared)
             unread.setdefault(reason, []).append(file.path)
     return Choice([file.path for file in read], unread, how)
 
@@ -225,10 +225,10 @@ def _declared(
             f"{directory} holds no data file of split {unknown[0]!r}; it has the splits {', '.join(declared)}",
             "name one of these, or the files in `files`",
         )
-    wanted = {file.id: file for split in splits for file in files if file.path in declared[split]}
-    if not wanted:
+    by_id = {file.id: file for split in splits for file in files if file.path in declared[split]}
+    if not by_id:
         raise UnreadableDataError(f"{directory}: no file of the split {listing(splits)} can be read")
-    return list(wanted.values())
+    return list(by_id.values())
 
 
 def _default(

@@ -26,10 +26,10 @@ def fetched_by(download: Callable[..., str | None]) -> FindFile:
     @cache
     def find(name: str, revision: str | None, file: str) -> Path | None:
         try:
-            found = download(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+            path = download(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
         except CANNOT_LOAD:
             return None
-        return None if found is None else Path(found)
+        return None if path is None else Path(path)
 
     return find
 
@@ -46,5 +46,5 @@ def refusal(config: Config, find: FindFile) -> str:
 
     A directory that is absent here passes: a replica does not load each model of the job.
     """
-    found = check_models(config, find)
-    return "\n".join(problem.render() for problem in found if not isinstance(problem, Absent))
+    problems = check_models(config, find)
+    return "\n".join(problem.render() for problem in problems if not isinstance(problem, Absent))

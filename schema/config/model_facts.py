@@ -142,8 +142,8 @@ def config_file(
     """A file of a local model, or of a hub model that the local cache (`env` says where) holds."""
     path = local_path(name)
     folder = _cached(name, revision or "main", env) if path is None else path
-    found = None if folder is None else folder / file
-    return found if found is not None and is_file(found) else None
+    candidate = None if folder is None else folder / file
+    return candidate if candidate is not None and is_file(candidate) else None
 
 
 def _cached(name: str, revision: str, env: Mapping[str, str]) -> Path | None:
@@ -239,9 +239,9 @@ def _kv_heads(text: Mapping[str, Any], heads: int | None) -> int | None:
 
 
 def _experts(text: Mapping[str, Any], heads: int | None) -> int | None:
-    found = _count(text, _EXPERTS)
-    if found is not None:
-        return found
+    count = _count(text, _EXPERTS)
+    if count is not None:
+        return count
     hints = any("expert" in name or "moe" in name for name in text) or "block_configs" in text
     return None if heads is None or hints else 0
 

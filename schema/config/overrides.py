@@ -63,8 +63,8 @@ def apply(model_config: Any, key: str, override: Mapping[str, Any]) -> None:
     if not override:
         return
     entries = model_config.to_dict()
-    known = {*entries, *type(model_config).attribute_map}
-    problems = [*refusals(key, override), *unknown(key, override, known)]
+    names = {*entries, *type(model_config).attribute_map}
+    problems = [*refusals(key, override), *unknown(key, override, names)]
     for name, value in override.items():
         if hasattr(getattr(model_config, name, None), "to_dict"):
             hint = "only entries at the top of config.json can be replaced"

@@ -43,10 +43,10 @@ def address_fault(name: str, what: str) -> tuple[str, str] | None:
     match = _ADDRESS.fullmatch(name)
     if match is None:
         return None
-    scheme, rest = match[1].lower(), match[2]
+    scheme, path = match[1].lower(), match[2]
     message = f"{name} is an address, and {what} read from paths of this machine"
     if scheme == "file":
-        return message, f"write the path: {rest}"
+        return message, f"write the path: {path}"
     if scheme == "hf":
         return message, "write the name on the hub: owner/name"
     command = f": {_COPIES[scheme].format(name)}" if scheme in _COPIES else ""

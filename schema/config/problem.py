@@ -26,7 +26,7 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 def quote(text: str) -> str:
     """A TOML string. JSON's escapes are TOML's; what a terminal would obey is escaped too."""
-    return CONTROL.sub(lambda found: f"\\u{ord(found.group()):04x}", json.dumps(text, ensure_ascii=False))
+    return CONTROL.sub(lambda match: f"\\u{ord(match.group()):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def format_key(path: KeyPath) -> str:
@@ -87,8 +87,8 @@ class Problem:
     @property
     def where(self) -> str:
         """`file:line:column`, as much of it as is known."""
-        known = [str(part) for part in (self.file, self.line, self.column) if part is not None]
-        return ":".join(known)
+        parts = [str(part) for part in (self.file, self.line, self.column) if part is not None]
+        return ":".join(parts)
 
     def at(self, file: str | None, line: int | None = None, column: int | None = None) -> Problem:
         """The same fault with its place."""
@@ -111,11 +111,11 @@ class ConfigError(ValueError):
     They are MOST_SHOWN at most; `more` is how many others there are.
     """
 
-    def __init__(self, problems: Sequence[Problem], more: int = 0) -> None:
+    def __init__(self, problems: Sequence[Problem], unlisted: int = 0) -> None:
         if not problems:
             raise ValueError("a ConfigError needs at least one problem")
         self.problems = tuple(problems[:MOST_SHOWN])
-        self.more = more + len(problems) - len(self.problems)
+        self.more = unlisted + len(problems) - len(self.problems)
         super().__init__(self.render())
 
     @property

@@ -75,15 +75,15 @@ def _of_parameters(name: str, parameters: Sequence[Parameter], custom: Collectio
         return SignatureFault("has the parameters of verl's compute_score", hint)
     positional = [p for p in parameters if p.kind in _POSITIONAL]
     if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        found = f"`{positional[0].name}` alone" if positional else "nothing"
-        return SignatureFault(f"takes {found}, and is called with two arguments", f"write {SIGNATURE}")
+        accepted = f"`{positional[0].name}` alone" if positional else "nothing"
+        return SignatureFault(f"takes {accepted}, and is called with two arguments", f"write {SIGNATURE}")
     unfilled = [
         p.name for p in required if p not in positional[:2] and (p.kind is p.POSITIONAL_ONLY or p.name not in custom)
     ]
     if unfilled:
         hint = f'columns are in the row, such as row["{unfilled[0]}"]; keys of [custom] are passed by name'
-        what = ", ".join(f"`{name}`" for name in unfilled)
-        return SignatureFault(f"requires {what}, which nothing passes", f"write {SIGNATURE}: {hint}")
+        missing = ", ".join(f"`{name}`" for name in unfilled)
+        return SignatureFault(f"requires {missing}, which nothing passes", f"write {SIGNATURE}: {hint}")
     return None
 
 
@@ -91,16 +91,16 @@ def _parameters(arguments: ast.arguments) -> list[Parameter]:
     """The parameters of a definition; what has a default gets None for it."""
     alone, positional = len(arguments.posonlyargs), [*arguments.posonlyargs, *arguments.args]
     first_default = len(positional) - len(arguments.defaults)
-    found = [
+    parameters = [
         Parameter(a.arg, _POSITIONAL[index >= alone], default=Parameter.empty if index < first_default else None)
         for index, a in enumerate(positional)
     ]
     if arguments.vararg is not None:
-        found.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
-    found += [
+        parameters.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
+    parameters += [
         Parameter(a.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else None)
         for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     ]
     if arguments.kwarg is not None:
-        found.append(Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD))
-    return found
+        parameters.append(Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD))
+    return parameters

@@ -1,6 +1,6 @@
 """The tokens of a tokenizer, from its files, without loading it.
 
-difference(vocabulary_of(mine), vocabulary_of(theirs))     "" where two number the same tokens alike, or what differs
+difference(vocabulary_of(one), vocabulary_of(other))       "" where two number the same tokens alike, or what differs
 numbered(name, revision)                                   every token with its id, added and named ones included
 stop_tokens(strings, ids of special tokens)                stop strings that are special tokens
 """
@@ -148,7 +148,7 @@ def shares(strings: Iterable[str], special: Collection[str]) -> dict[str, str]:
 
     Text has them only where other tokens spell them out. Words, and single characters, are left out.
     """
-    found = {}
+    overlaps = {}
     for string in strings:
         tokens = (
             ()
@@ -157,8 +157,8 @@ def shares(strings: Iterable[str], special: Collection[str]) -> dict[str, str]:
         )
         token = next((token for token in tokens if _shares(string, token)), None)
         if token is not None:
-            found[string] = token
-    return found
+            overlaps[string] = token
+    return overlaps
 
 
 def _shares(string: str, token: str) -> bool:
@@ -176,16 +176,16 @@ def _listed(vocabulary: Any) -> dict[str, int]:
     return {str(token): number for number, (token, *_) in enumerate(vocabulary)}
 
 
-def difference(mine: Mapping[str, int], theirs: Mapping[str, int], *, padded: bool = False) -> str:
-    """The first token, by its id here, that the other numbers otherwise or lacks; "" where there is none.
+def difference(vocabulary: Mapping[str, int], other_vocabulary: Mapping[str, int], *, padded: bool = False) -> str:
+    """Describe the first token, by its id here, that `other_vocabulary` lacks or numbers differently; "": none.
 
-    padded: tokens that only the other has do not matter.
+    padded: ignore tokens that only `other_vocabulary` has.
     """
-    tokens = {number: token for token, number in theirs.items()}
-    for token, number in sorted(mine.items(), key=lambda item: item[1]):
-        if theirs.get(token) != number:
-            other = f"{tokens[number]!r}" if number in tokens else "no token"
-            return f"token {number} is {token!r} here and {other} there"
-    if len(mine) != len(theirs) and not padded:
-        return f"there are {len(mine)} tokens here and {len(theirs)} there"
+    tokens = {number: token for token, number in other_vocabulary.items()}
+    for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
+        if other_vocabulary.get(token) != number:
+            other_token = f"{tokens[number]!r}" if number in tokens else "no token"
+            return f"token {number} is {token!r} here and {other_token} there"
+    if len(vocabulary) != len(other_vocabulary) and not padded:
+        return f"there are {len(vocabulary)} tokens here and {len(other_vocabulary)} there"
     return ""

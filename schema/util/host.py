@@ -33,8 +33,8 @@ def has_address(name: str) -> bool:
     return False
 
 
-def short_directory(more: int) -> Path:
-    """Where directories of sockets are made: among the system's temporary files, or in /tmp where `more` bytes would
-    not fit behind that into a socket's address."""
+def short_directory(suffix_bytes: int) -> Path:
+    """Return where directories of sockets are made: the system's temporary directory, or /tmp where its path and
+    `suffix_bytes` more exceed the length of a socket's address."""
     chosen = tempfile.gettempdir()
-    return Path(chosen if len(os.fsencode(chosen)) + more <= MAX_SOCKET_PATH else "/tmp")  # noqa: S108 - 0700 each
+    return Path(chosen if len(os.fsencode(chosen)) + suffix_bytes <= MAX_SOCKET_PATH else "/tmp")  # noqa: S108 - 0700 each

@@ -74,7 +74,7 @@ class RecentKills:
 
 
 def _groups() -> list[tuple[int, Path]]:
-    """Where our control group may be, with its version."""
+    """Return the candidate paths of this process's control group, each with the version of cgroups."""
     try:
         fields = [line.split(":", 2) for line in (ROOT / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -82,8 +82,8 @@ def _groups() -> list[tuple[int, Path]]:
     paths = {field[1]: field[2].lstrip("/") for field in fields if len(field) == 3}
     mounted = ROOT / "sys/fs/cgroup"
     # In a container the path is that of the host, and its own group is mounted at the root.
-    found = [(1, mounted / "memory" / path) for path in (paths.get("memory"), "") if path is not None]
-    return found + [(2, mounted / path) for path in (paths.get(""), "") if path is not None]
+    v1_groups = [(1, mounted / "memory" / path) for path in (paths.get("memory"), "") if path is not None]
+    return v1_groups + [(2, mounted / path) for path in (paths.get(""), "") if path is not None]
 
 
 def _is_limited(folder: Path) -> bool:

@@ -45,8 +45,8 @@ def indented(text: str) -> str:
     return visible(text).replace("\n", "\n    ")
 
 
-def _picture(found: re.Match[str]) -> str:
-    code = ord(found.group())
+def _picture(match: re.Match[str]) -> str:
+    code = ord(match.group())
     return chr(_PICTURES + code) if code < 0x20 else "␡" if code == 0x7F else "\ufffd"
 
 

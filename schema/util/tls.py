@@ -76,8 +76,8 @@ def faults(cert: str, key: str, ca: str, host: str) -> list[str]:
     try:
         _shake_hands(server, client, host)
     except ssl.SSLCertVerificationError as error:
-        who = ca or "the system's authorities (no tls_ca is named)"
-        return [f"{cert} is refused by callers of {host} that trust {who}: {error.verify_message}"]
+        authorities = ca or "the system's authorities (no tls_ca is named)"
+        return [f"{cert} is refused by callers of {host} that trust {authorities}: {error.verify_message}"]
     except ssl.SSLError as error:
         return [f"{cert} cannot be used: {error}"]
     return []

@@ -57,8 +57,8 @@ def path_of(folder: Path, step: int) -> Path:
 
 def recorded(folder: Path) -> list[int]:
     """The steps that are there, in order; what has other names is passed over."""
-    found = (_NAME.fullmatch(path.name) for path in folder.glob("step-*"))
-    return sorted(int(match[1]) for match in found if match is not None)
+    matches = (_NAME.fullmatch(path.name) for path in folder.glob("step-*"))
+    return sorted(int(match[1]) for match in matches if match is not None)
 
 
 def choose(steps: Sequence[int], first: int | None, count: int | None) -> list[int]:

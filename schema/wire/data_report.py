@@ -181,8 +181,8 @@ def _reasons(file: FileReport) -> Iterator[str]:
         rows, why = file.encoded_apart, "answers are encoded behind their prompt, as generation sees them"
         yield f"{rows.count:,} have other tokens than their text as a whole, since {why}: {_named(file, rows)}"
     if file.incomplete.count:
-        rows, what = file.incomplete, "content, tool calls or last thoughts of the assistant"
-        yield f"{rows.count:,} lack {what}, which the chat template leaves out: {_named(file, rows)}"
+        rows, parts = file.incomplete, "content, tool calls or last thoughts of the assistant"
+        yield f"{rows.count:,} lack {parts}, which the chat template leaves out: {_named(file, rows)}"
     if file.without_stop.count:
         rows = file.without_stop
         yield f"{rows.count:,} end with a learnt token that no stop token or string stops: {_named(file, rows)}"
@@ -202,8 +202,8 @@ def _files(file: FileReport) -> Iterator[str]:
 
 
 def _listed(paths: list[str]) -> str:
-    more = f" and {len(paths) - LISTED:,} more" if len(paths) > LISTED else ""
-    return ", ".join(paths[:LISTED]) + more
+    suffix = f" and {len(paths) - LISTED:,} more" if len(paths) > LISTED else ""
+    return ", ".join(paths[:LISTED]) + suffix
 
 
 def _named(file: FileReport, rows: Rows) -> str:

@@ -57,8 +57,8 @@ def read(path: Path, after: int = 0) -> Iterator[Event]:
         return
     with file:
         for line in file:
-            known = _ID.match(line)
-            if known and int(known[1]) <= after:
+            match = _ID.match(line)
+            if match and int(match[1]) <= after:
                 continue
             event = parse(line)
             if event is not None and event.id > after:
@@ -82,13 +82,13 @@ class Tail:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        found = []
+        events = []
         for line in whole.splitlines():
             event = parse(line)
             if event is not None and event.id > self._newest:
                 self._newest = event.id
-                found.append(event)
-        return found
+                events.append(event)
+        return events
 
 
 def parse(line: bytes) -> Event | None:
@@ -107,9 +107,9 @@ def last_id(path: Path) -> int:
             tail = file.read()
     except FileNotFoundError:
         return 0
-    found = [event.id for line in tail.split(b"\n") if (event := parse(line)) is not None]
+    ids = [event.id for line in tail.split(b"\n") if (event := parse(line)) is not None]
     # One event can be longer than the tail.
-    return max(found) if found else max((event.id for event in read(path)), default=0)
+    return max(ids) if ids else max((event.id for event in read(path)), default=0)
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ class Course:
             self.steps.append(StepRecord.model_validate(data))
         elif event.kind is EventKind.VALIDATION:
             record = ValidationRecord.model_validate(event.data)
-            self.validations = [known for known in self.validations if known.version < record.version]
+            self.validations = [validation for validation in self.validations if validation.version < record.version]
             self.validations.append(record)
         elif event.kind is EventKind.REWIND:
             undone = self._undo(event.data["step"])
@@ -184,8 +184,8 @@ class Health:
             self.alarms.pop(data["name"], None)
 
     def _fault(self, kind: str, count: int, at: float, text: str) -> None:
-        known = self.faults.pop(kind, None)
-        count += known.count if known else 0
+        earlier = self.faults.pop(kind, None)
+        count += earlier.count if earlier else 0
         self.faults[kind] = Fault(kind=kind, count=count, at=at, text=text[:MOST_FAULT_TEXT])
         if len(self.faults) > MOST_FAULTS:
             del self.faults[next(iter(self.faults))]
@@ -206,6 +206,6 @@ def fold(events: Iterable[Event], *readers: EventReader) -> None:
 
 def course(events: Iterable[Event]) -> Course:
     """The state that a run has reached."""
-    found = Course()
-    fold(events, found)
-    return found
+    state = Course()
+    fold(events, state)
+    return state

@@ -89,9 +89,9 @@ class PromptFile:
 
     def _check_type(self, name: str) -> None:
         part = self._file.get_slice(name)
-        found = part.get_dtype(), len(part.get_shape())
-        if found != (_TYPES[name], 1):
-            raise PromptFileError(f"{self._path}: {name} must be a vector of {_TYPES[name]}, not {found}")
+        type_and_rank = part.get_dtype(), len(part.get_shape())
+        if type_and_rank != (_TYPES[name], 1):
+            raise PromptFileError(f"{self._path}: {name} must be a vector of {_TYPES[name]}, not {type_and_rank}")
 
     def _check_places(self) -> None:
         """Every row lies in the file: offsets rise, and end where the tokens and texts end."""

@@ -161,9 +161,9 @@ def encode_sample(sample: Sample) -> bytes:
             kinds |= group
     tensors: dict[str, npt.NDArray[np.generic]] = {}
     for name, dtype in kinds.items():
-        found = getattr(sample, name)
-        is_narrow = name in _NARROWER and found.dtype == _NARROWER[name]
-        tensors[name] = found if is_narrow else found.astype(dtype, copy=False)
+        tensor = getattr(sample, name)
+        is_narrow = name in _NARROWER and tensor.dtype == _NARROWER[name]
+        tensors[name] = tensor if is_narrow else tensor.astype(dtype, copy=False)
     if sample.text is not None:
         tensors["text"] = np.frombuffer(sample.text.encode(), np.uint8)
     metadata = {"sample": header_text(sample.header)}
@@ -203,7 +203,7 @@ def decode_sample(data: bytes | memoryview) -> Sample:
         if group.keys() & tensors.keys():
             kinds |= group
     for name, dtype in kinds.items():
-        fitting = sorted({np.dtype(one).name for one in (dtype, _NARROWER.get(name, dtype))})
+        fitting = sorted({np.dtype(accepted_dtype).name for accepted_dtype in (dtype, _NARROWER.get(name, dtype))})
         if name not in tensors or tensors[name].dtype.name not in fitting or tensors[name].ndim != 1:
             raise FrameError(f"sample tensor {name} must be a vector of {' or '.join(fitting)}")
     text = tensors.get("text")
@@ -286,9 +286,9 @@ def _check_kept(counts: npt.NDArray[np.int32], ids: npt.NDArray[np.int32], gener
     if ids.min(initial=0) < 0:
         raise FrameError("kept_ids holds negative ids")
     owners = np.repeat(np.arange(len(counts)), counts)
-    found = np.zeros(len(counts), np.bool_)
-    found[owners[ids == generated[owners]]] = True
-    lost = np.flatnonzero((counts > 0) & ~found)
+    is_kept = np.zeros(len(counts), np.bool_)
+    is_kept[owners[ids == generated[owners]]] = True
+    lost = np.flatnonzero((counts > 0) & ~is_kept)
     if len(lost):
         place = lost[0]
         raise FrameError(

@@ -53,22 +53,22 @@ def path_of(folder: Path, kind: GroupKind, step: int) -> Path:
     return folder / f"{name}-{step:08d}.jsonl"
 
 
-def is_chosen(group_id: str, groups_per_step: int, wanted: int) -> bool:
-    """Whether the samples of a group are kept as text: those of `wanted` groups of each step, evenly spread.
+def is_chosen(group_id: str, groups_per_step: int, kept_per_step: int) -> bool:
+    """Whether the samples of a group are kept as text: those of `kept_per_step` groups of each step, evenly spread.
 
     Rollout replicas, trainers and the controller come to the same answer, each by itself.
     """
     position = group_id.rpartition("p")[2]
     if not position.isdecimal():
         return False
-    at = int(position) * wanted
-    return (at + wanted) // groups_per_step > at // groups_per_step
+    at = int(position) * kept_per_step
+    return (at + kept_per_step) // groups_per_step > at // groups_per_step
 
 
 def files(folder: Path) -> list[tuple[GroupKind, int]]:
     """The files that are there, by step or version."""
-    found = (_NAME.fullmatch(path.name) for path in folder.glob("*.jsonl"))
-    return sorted(((_KINDS[match[1]], int(match[2])) for match in found if match), key=lambda file: file[1])
+    matches = (_NAME.fullmatch(path.name) for path in folder.glob("*.jsonl"))
+    return sorted(((_KINDS[match[1]], int(match[2])) for match in matches if match), key=lambda file: file[1])
 
 
 class Writer:
@@ -94,8 +94,8 @@ class Writer:
             return 0
         self._folder.mkdir(exist_ok=True)
         if rewinds:
-            said = "".join(f"{rewind.model_dump_json()}\n" for rewind in rewinds)
-            _append(self._folder / REWINDS, said.encode())
+            text = "".join(f"{rewind.model_dump_json()}\n" for rewind in rewinds)
+            _append(self._folder / REWINDS, text.encode())
         sizes = self._look() if self._sizes is None else self._sizes
         self._sizes = None  # looked up anew if this fails half-way
         left_out = 0
@@ -122,8 +122,8 @@ class Writer:
 
     def _look(self) -> dict[Path, int]:
         paths = (path_of(self._folder, *file) for file in files(self._folder))
-        found = sorted(((path, path.stat()) for path in paths), key=lambda one: one[1].st_mtime_ns)
-        sizes = {path: state.st_size for path, state in found}
+        entries = sorted(((path, path.stat()) for path in paths), key=lambda entry: entry[1].st_mtime_ns)
+        sizes = {path: state.st_size for path, state in entries}
         self._total = sum(sizes.values())
         return sizes
 
@@ -139,9 +139,9 @@ def _append(path: Path, lines: bytes) -> int:
 
 def _read(path: Path, rewinds: Sequence[Rewind]) -> list[SampleRecord]:
     """The samples of one file that were not undone, each once, by group and index. Raises OSError."""
-    found = {(record.group, record.attempt, record.index): record for record in _lines(path, SampleRecord)}
-    ordered = sorted(found.items(), key=lambda item: (_parts(item[0][0]), item[0]))
-    return [record for _, record in ordered if not any(one.undid(record) for one in rewinds)]
+    records = {(record.group, record.attempt, record.index): record for record in _lines(path, SampleRecord)}
+    ordered = sorted(records.items(), key=lambda item: (_parts(item[0][0]), item[0]))
+    return [record for _, record in ordered if not any(rewind.undid(record) for rewind in rewinds)]
 
 
 def _parts(group_id: str) -> list[tuple[int, str]]:
@@ -207,5 +207,5 @@ def cut(text: str) -> str:
     text = text.encode(errors="replace").decode()
     if len(text) <= MOST_TEXT:
         return text
-    left = len(text) - MOST_TEXT
-    return f"{text[: MOST_TEXT // 2]}\n… {left} characters …\n{text[len(text) - MOST_TEXT // 2 :]}"
+    omitted = len(text) - MOST_TEXT
+    return f"{text[: MOST_TEXT // 2]}\n… {omitted} characters …\n{text[len(text) - MOST_TEXT // 2 :]}"

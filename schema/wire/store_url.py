@@ -36,8 +36,8 @@ def parse_url(url: str) -> S3Location:
     """
     if not url.startswith(SCHEME):
         raise ValueError(f"{url} is not the address of a weight store: write a directory, or s3://bucket/prefix")
-    bucket, _, rest = url[len(SCHEME) :].partition("/")
-    prefix = rest.removesuffix("/")
+    bucket, _, path = url[len(SCHEME) :].partition("/")
+    prefix = path.removesuffix("/")
     if "@" in bucket:
         raise ValueError(
             "the address of a bucket holds no credentials: remove the part before the '@'; they come from "

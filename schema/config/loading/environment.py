@@ -38,8 +38,8 @@ def variable_of(path: KeyPath) -> str:
 
 
 def written_in(env: Mapping[str, str]) -> FoundVariables:
-    """All variables of the configuration."""
-    found = FoundVariables([], [])
+    """Read all environment variables that set keys of the configuration."""
+    environment = FoundVariables([], [])
     for name in sorted(env):
         if not name.upper().startswith(PREFIX) or SEPARATOR not in name[len(PREFIX) :]:
             continue
@@ -48,14 +48,14 @@ def written_in(env: Mapping[str, str]) -> FoundVariables:
         if not all(parts):
             hint = f"write {PREFIX}<SECTION>{SEPARATOR}<KEY>, such as COSMOS_TRAIN__OPTM_LR"
             problem = Problem("", "an empty part between underscores", env[name], hint)
-            found.problems.append(problem.at(f"environment variable {name}"))
+            environment.problems.append(problem.at(f"environment variable {name}"))
         elif path[0] not in Config.model_fields:
-            suggests = len(found.problems) < MOST_SHOWN
-            found.problems.append(_no_section(name, path, env[name], suggests))
+            suggests = len(environment.problems) < MOST_SHOWN
+            environment.problems.append(_no_section(name, path, env[name], suggests))
         else:
-            found.variables.append(Variable(name, path, env[name]))
-    found.variables.sort(key=lambda variable: len(variable.path))
-    return found
+            environment.variables.append(Variable(name, path, env[name]))
+    environment.variables.sort(key=lambda variable: len(variable.path))
+    return environment
 
 
 def without_effect(env: Mapping[str, str]) -> list[Problem]:

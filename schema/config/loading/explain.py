@@ -94,10 +94,12 @@ def annotation_of(path: KeyPath) -> Any:
     for part in path:
         if isinstance(part, int):
             continue  # an item of a list of tables: the list's type has their class
-        found = [model.model_fields[str(part)] for model in section_classes(annotation) if part in model.model_fields]
-        if not found:
+        fields = [
+            model.model_fields[str(part)] for model in section_classes(annotation) if part in model.model_fields
+        ]
+        if not fields:
             return None
-        annotation = found[0].annotation
+        annotation = fields[0].annotation
     return annotation
 
 
@@ -228,8 +230,8 @@ def _other_fault(detail: ErrorDetails) -> str:
     if kind == "string_too_short":
         return "must not be empty"
     if kind in ("too_short", "too_long"):
-        wanted = context.get("min_length", context.get("max_length"))
-        return f"must have {wanted} items, got {context.get('actual_length', len(value))}"
+        bound = context.get("min_length", context.get("max_length"))
+        return f"must have {bound} items, got {context.get('actual_length', len(value))}"
     if kind == "string_pattern_mismatch":
         return f"{found(value)} does not have the form {context['pattern']}"
     return f"{detail['msg'][0].lower()}{detail['msg'][1:]}, got {found(value)}"
@@ -352,22 +354,26 @@ def suggest_key(path: KeyPath, data: Mapping[str, Any]) -> str:
 
 
 def _name_elsewhere(path: KeyPath, data: Mapping[str, Any]) -> str:
-    """The hint for a name of verl's, ROLL's or cosmos-rl's; "" for what is none of theirs."""
+    """Return the hint for a name of verl's, ROLL's or cosmos-rl's; "" for any other name."""
     others = other_systems()
     if len(path) == 1 and isinstance(data.get(str(path[0])), Mapping):
         systems = others.systems_of_table(str(path[0]))
         inside = islice(_leaves(data[str(path[0])], format_key(path)), 20) if systems else ()
         pairs = ((key, others.names_here(key)) for key in inside)
-        known = [f"; {key} is {' and '.join(some[0].ours)} here" for key, some in pairs if some and some[0].ours]
-        return f"a table of {systems} files, which cosmos-launch convert reads{''.join(known[:3])}" if systems else ""
-    found = others.names_here(format_key(path)) or others.names_here(str(path[-1]))
-    ours = list(dict.fromkeys(key for theirs in found for key in theirs.ours))
-    ours.sort(key=lambda key: not key.startswith(f"{path[0]}."))  # those of the same section come first
-    if ours:
-        names = " or ".join(f"`{key}`" for key in ours[:3])
-        return f"did you mean {names}? {found[0].system} calls it `{found[0].key}`"
-    if found and found[0].key == format_key(path):
-        return f"a key of {found[0].system}'s without counterpart: {found[0].reason}"
+        notes = [
+            f"; {key} is {' and '.join(matches[0].ours)} here"
+            for key, matches in pairs
+            if matches and matches[0].ours
+        ]
+        return f"a table of {systems} files, which cosmos-launch convert reads{''.join(notes[:3])}" if systems else ""
+    external_keys = others.names_here(format_key(path)) or others.names_here(str(path[-1]))
+    own_keys = list(dict.fromkeys(key for external_key in external_keys for key in external_key.ours))
+    own_keys.sort(key=lambda key: not key.startswith(f"{path[0]}."))  # those of the same section come first
+    if own_keys:
+        names = " or ".join(f"`{key}`" for key in own_keys[:3])
+        return f"did you mean {names}? {external_keys[0].system} calls it `{external_keys[0].key}`"
+    if external_keys and external_keys[0].key == format_key(path):
+        return f"a key of {external_keys[0].system}'s without counterpart: {external_keys[0].reason}"
     return ""
 
 

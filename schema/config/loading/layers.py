@@ -85,8 +85,8 @@ class Layers:
     def writers(self, path: KeyPath) -> list[Origin]:
         """Return the origins of a key and of all keys in it, each once; empty for a default."""
         value = _at(self.data, path)
-        found = (self.origins[inner] for inner in (*_inside(value, path), path) if inner in self.origins)
-        return list({(origin.layer, origin.name): origin for origin in found}.values())
+        origins = (self.origins[inner] for inner in (*_inside(value, path), path) if inner in self.origins)
+        return list({(origin.layer, origin.name): origin for origin in origins}.values())
 
     def merge(self, file: TomlFile, layer: int) -> None:
         """Lay a file over what is there."""
@@ -152,8 +152,8 @@ class Layers:
             return
         table: Any = self.data
         for end, part in enumerate(path):
-            wanted, kind = (list, "a list") if isinstance(part, int) else (dict, "a table")
-            fault = "" if isinstance(table, wanted) else f"is not {kind}"
+            container, kind = (list, "a list") if isinstance(part, int) else (dict, "a table")
+            fault = "" if isinstance(table, container) else f"is not {kind}"
             if not fault and isinstance(part, int) and part > len(table):
                 fault = f"has {len(table)} items: the next one is [{len(table)}]"
             if fault:
@@ -181,9 +181,9 @@ def read_layers(paths: Sequence[Path], overrides: Sequence[str], env: Mapping[st
     if broken:
         raise ConfigError(broken)
     number = len(paths)
-    found = written_in(env or {})
-    layers.problems += found.problems
-    for variable in found.variables:
+    environment = written_in(env or {})
+    layers.problems += environment.problems
+    for variable in environment.variables:
         origin = Origin("environment", variable.name, number)
         layers.assign(variable.path, parse_value(variable.text), origin)
     for text in overrides:

@@ -50,9 +50,9 @@ class LoadedConfig:
 
     def placed(self, problems: Iterable[Problem]) -> list[Problem]:
         """Findings about this configuration with the places of the keys that they name."""
-        found = list(problems)
-        general = [problem for problem in found if not problem.key]
-        return general + self.layers.placed([_finding(p) for p in found if p.key])
+        all_problems = list(problems)
+        general = [problem for problem in all_problems if not problem.key]
+        return general + self.layers.placed([_finding(p) for p in all_problems if p.key])
 
 
 def load(
@@ -71,8 +71,8 @@ def load(
     config, problems = _check(layers.data)
     missing: list[Finding] = []
     if elsewhere:
-        missing = [found for found in problems if isinstance(found[1](), Absent)]
-        problems = [found for found in problems if not isinstance(found[1](), Absent)]
+        missing = [finding for finding in problems if isinstance(finding[1](), Absent)]
+        problems = [finding for finding in problems if not isinstance(finding[1](), Absent)]
     if config is None or problems or layers.problems:
         general, placed = [*_of_another_system(files, layers.data), *layers.problems], layers.placed(problems)
         raise ConfigError(general + placed, len(problems) - len(placed))
@@ -82,8 +82,8 @@ def load(
 
 def _of_another_system(files: Sequence[Path | str], data: Mapping[str, Any]) -> Iterator[Problem]:
     """Name the system whose keys a faulty configuration has, if `convert` does not read that system."""
-    if (found := other_systems().described(data)) is not None:
-        message, hint = found
+    if (description := other_systems().described(data)) is not None:
+        message, hint = description
         yield Problem("", message, hint=hint, file=", ".join(map(str, files)))
 
 
@@ -119,8 +119,8 @@ def _check(data: Mapping[str, Any]) -> tuple[Config | None, list[Finding]]:
             faults = findings_of(error, data)  # whose words are made later: `remaining` shrinks
             problems += faults
             removed = {_removable(path) for path, _ in faults}
-            left = [path for path in removed if not _remove(remaining, path)]
-            if left:
+            unremoved = [path for path in removed if not _remove(remaining, path)]
+            if unremoved:
                 return None, problems
     faulty = {part for path, _ in problems for part in _around(format_key(_removable(path)))}
     whole = {format_key(_removable(path)) for path, _ in problems}

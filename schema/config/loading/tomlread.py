@@ -50,8 +50,8 @@ def parse_toml(text: str) -> dict[str, Any]:
 
     A dotted key of n parts costs tomllib n^2, so a longer one than any table may be deep is refused unparsed.
     """
-    if found := _LONG_KEY.search(text):
-        line = text.count("\n", 0, found.start()) + 1
+    if match := _LONG_KEY.search(text):
+        line = text.count("\n", 0, match.start()) + 1
         raise ValueError(f"nested too deeply: a key of more than {MAX_DEPTH} parts (at line {line}, column 1)")
     return tomllib.loads(text)
 
@@ -102,8 +102,8 @@ def dotted_path(name: str) -> KeyPath | None:
 
 def _plain_path(name: str) -> tuple[str, ...] | None:
     """A dotted key without items."""
-    if found := _LONG_KEY.match(name):
-        return tuple(found.group().split(".")[: MAX_DEPTH + 1])
+    if match := _LONG_KEY.match(name):
+        return tuple(match.group().split(".")[: MAX_DEPTH + 1])
     try:
         value: Any = parse_toml(f"{name} = 0") if "\n" not in name else 0
     except (ValueError, RecursionError):
@@ -159,8 +159,8 @@ def read_text(path: Path, kind: str = "TOML") -> str:
 
 
 def _one_inside(directory: Path) -> str:
-    found = sorted(directory.glob("*.toml"))
-    return f", such as {found[0]}" if found else ""
+    files = sorted(directory.glob("*.toml"))
+    return f", such as {files[0]}" if files else ""
 
 
 def _parse(text: str, file: str) -> dict[str, Any]:

@@ -76,10 +76,10 @@ def read_yaml(text: str, name: str) -> YamlFile:
     except RecursionError:
         raise _error("not a configuration: nested too deeply", name) from None
     if len(documents) != 1:
-        what, hint = "nothing", _RIGHT_FILE
+        content, hint = "nothing", _RIGHT_FILE
         if documents:
-            what, hint = f"{len(documents)} documents", "keep that of the job: each `---` begins another"
-        raise _error(f"holds {what}, expected one mapping of keys", name, hint=hint)
+            content, hint = f"{len(documents)} documents", "keep that of the job: each `---` begins another"
+        raise _error(f"holds {content}, expected one mapping of keys", name, hint=hint)
     if not isinstance(documents[0], yaml.MappingNode):
         line = documents[0].start_mark.line + 1
         hint = _hint(text, line, "a configuration is lines of `key: value`; this is a text or a list")

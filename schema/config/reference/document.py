@@ -57,10 +57,10 @@ def document() -> str:
 def _sections() -> Iterator[SectionInfo]:
     """The keys outside of sections, then each section in the order of the schema."""
     for key in ("", *section_keys()):
-        found = look_up(key).section
-        assert found is not None
-        if found.keys:
-            yield found
+        section = look_up(key).section
+        assert section is not None
+        if section.keys:
+            yield section
 
 
 def _overview() -> Iterator[str]:
@@ -125,8 +125,8 @@ def _source(key: str) -> str:
     others = []
     for system, names in other_systems().names_elsewhere().get(key, {}).items():
         shown = [f"`{name}`" for name in names[:MAX_NAMES]]
-        more = " …" if len(names) > MAX_NAMES else ""
-        others.append(f"{system} {', '.join(shown)}{more}")
+        ellipsis = " …" if len(names) > MAX_NAMES else ""
+        others.append(f"{system} {', '.join(shown)}{ellipsis}")
     return "; ".join([*([origin] if origin else []), *others]) or "ours"
 
 

@@ -107,32 +107,37 @@ def look_up(question: str) -> FoundKeys:
         return FoundKeys(question, section=_section(name))
     if name in leaf_keys():
         return FoundKeys(question, tuple(_variants(name)))
-    found = [key for key in leaf_keys() if _matches(key, name)]
+    keys = [key for key in leaf_keys() if _matches(key, name)]
     sections = [key for key in section_keys() if key.rpartition(".")[2] == name]
-    if not found and len(sections) == 1:
+    if not keys and len(sections) == 1:
         return FoundKeys(question, section=_section(sections[0]))
-    if not found:
+    if not keys:
         return _elsewhere(question, name)
-    if len(found) == 1 and "*" not in name and "?" not in name:
-        return FoundKeys(question, tuple(_variants(found[0])))
-    return FoundKeys(question, tuple(info for key in found for info in _variants(key)), is_list=True)
+    if len(keys) == 1 and "*" not in name and "?" not in name:
+        return FoundKeys(question, tuple(_variants(keys[0])))
+    return FoundKeys(question, tuple(info for key in keys for info in _variants(key)), is_list=True)
 
 
 def _elsewhere(question: str, name: str) -> FoundKeys:
-    """The answer for a name of another system; raises ConfigError where nobody has it, or we have nothing for it."""
+    """Answer for a name of another system. Raises ConfigError where no system has it, or it has no counterpart."""
     others = other_systems()
-    found = others.names_here(name)
-    if not found and (systems := others.systems_of_table(name)):
+    external_keys = others.names_here(name)
+    if not external_keys and (systems := others.systems_of_table(name)):
         hint = f"cosmos-launch explain knows each of its keys: explain {name}.KEY"
         raise ConfigError([Problem(question, f"no such key; a table of {systems} files", hint=hint)])
-    if not found:
+    if not external_keys:
         raise ConfigError([_unknown(question, name)])
-    if not found[0].ours:
-        message = f"no such key; {found[0].system}'s `{found[0].key}` has no counterpart here"
-        raise ConfigError([Problem(question, message, hint=found[0].reason)])
-    known = [theirs for theirs in found if theirs.ours]
-    keys = list(dict.fromkeys(key for theirs in known for key in theirs.ours if key in leaf_keys()))
-    notes = [f"{theirs.system}'s {theirs.key} is {' and '.join(theirs.ours)} here" for theirs in known]
+    if not external_keys[0].ours:
+        message = f"no such key; {external_keys[0].system}'s `{external_keys[0].key}` has no counterpart here"
+        raise ConfigError([Problem(question, message, hint=external_keys[0].reason)])
+    with_counterpart = [external_key for external_key in external_keys if external_key.ours]
+    keys = list(
+        dict.fromkeys(key for external_key in with_counterpart for key in external_key.ours if key in leaf_keys())
+    )
+    notes = [
+        f"{external_key.system}'s {external_key.key} is {' and '.join(external_key.ours)} here"
+        for external_key in with_counterpart
+    ]
     infos = tuple(info for key in keys for info in _variants(key))
     return FoundKeys(question, infos, is_list=len(keys) > 1, note="\n".join(notes))
 
@@ -145,11 +150,11 @@ def _normal(question: str) -> str:
     name = name.removeprefix("--set ").partition("=")[0].strip()
     if name.startswith("[") and name.endswith("]") and "*" not in name:
         name = name.strip("[] ")
-    known = {*leaf_keys(), *section_keys()}
-    if name in known:
+    names = {*leaf_keys(), *section_keys()}
+    if name in names:
         return name
     name = re.sub(r"\[\d+\]", "", name).rstrip(".")
-    return name if name in known else name.lower().replace("-", "_")
+    return name if name in names else name.lower().replace("-", "_")
 
 
 def _matches(key: str, name: str) -> bool:
@@ -161,17 +166,17 @@ def _matches(key: str, name: str) -> bool:
 
 def _unknown(question: str, name: str) -> Problem:
     """The nearest names: as a whole, else by the last part; free-form tables name themselves."""
-    known = [*leaf_keys(), *section_keys()]
+    names = [*leaf_keys(), *section_keys()]
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         table = ".".join(parts[:end])
         if table in leaf_keys() and "table" in next(_variants(table)).type:
             hint = f"the keys of {table} are not ours: cosmos-launch explain {table}"
             return Problem(question, "no such key", hint=hint)
-    last = {key.rpartition(".")[2]: key for key in reversed(known)}
-    near, by_last = closest(name, known), closest(parts[-1], last)
+    last = {key.rpartition(".")[2]: key for key in reversed(names)}
+    near, by_last = closest(name, names), closest(parts[-1], last)
     guess = near or (last[by_last] if by_last else None)
-    inside = [key for key in known if parts[-1] and parts[-1] in key.rpartition(".")[2]][:5]
+    inside = [key for key in names if parts[-1] and parts[-1] in key.rpartition(".")[2]][:5]
     hint = "cosmos-launch explain lists the sections, and takes patterns: cosmos-launch explain '*_size'"
     if guess:
         hint = f"did you mean `{guess}`?"
@@ -184,8 +189,8 @@ def _unknown(question: str, name: str) -> Problem:
 
 def _describing(words: str) -> list[str]:
     """The first keys whose description has these words."""
-    found = (key for key in leaf_keys() for _, info in fields_of(key) if words in (info.description or "").lower())
-    return list(dict.fromkeys(found))[:5] if words.strip() else []
+    keys = (key for key in leaf_keys() for _, info in fields_of(key) if words in (info.description or "").lower())
+    return list(dict.fromkeys(keys))[:5] if words.strip() else []
 
 
 def _section(key: str) -> SectionInfo:
@@ -267,11 +272,11 @@ def default_of(info: FieldInfo) -> Any:
 
 
 def _deviation(key: str) -> str:
-    known = deviation_of(key)
-    if known is None:
+    deviation = deviation_of(key)
+    if deviation is None:
         return ""
-    theirs = known.theirs if isinstance(known.theirs, str) else toml_value(known.theirs)
-    return f"cosmos-rl's default is {theirs}. {known.reason}"
+    default = deviation.theirs if isinstance(deviation.theirs, str) else toml_value(deviation.theirs)
+    return f"cosmos-rl's default is {default}. {deviation.reason}"
 
 
 def _taken(key: str) -> tuple[str, ...]:
@@ -314,13 +319,13 @@ def _bounds(annotation: Any, metadata: list[Any]) -> Iterator[str]:
 
 def _joined(bounds: Iterable[str]) -> tuple[str, ...]:
     """`at least 2 items` and `at most 2 items` are one bound."""
-    found = list(bounds)
-    for most in [bound for bound in found if bound.startswith("at most") and bound.endswith("items")]:
+    merged = list(bounds)
+    for most in [bound for bound in merged if bound.startswith("at most") and bound.endswith("items")]:
         least = most.replace("at most", "at least")
-        if least in found:
-            found.remove(least)
-            found[found.index(most)] = most.replace("at most", "exactly")
-    return tuple(found)
+        if least in merged:
+            merged.remove(least)
+            merged[merged.index(most)] = most.replace("at most", "exactly")
+    return tuple(merged)
 
 
 def _bound(item: Any) -> Iterator[str]:

@@ -53,8 +53,8 @@ def check_rules(config: Config) -> list[Problem]:
     texts = [problem for rule in TEXT_RULES for problem in rule(config)]
     unusable = {problem.key.partition("[")[0] for problem in texts}  # what else is said of them is an echo
     rules = EVALUATION_RULES if config.is_evaluation else RULES
-    found = (problem for rule in rules for problem in rule(config))
-    return texts + [problem for problem in found if problem.key not in unusable]
+    problems = (problem for rule in rules for problem in rule(config))
+    return texts + [problem for problem in problems if problem.key not in unusable]
 
 
 RULES: tuple[Rule, ...] = (

@@ -53,9 +53,9 @@ def own_code_is_there(config: Config) -> Iterator[Problem]:
     if not config.is_grpo:
         return
     for key, name in ((_VARIANT, config.grpo.variant), (_ESTIMATOR, config.grpo.advantage_estimator)):
-        found = own_function(key, name, "file") if is_own(name) else None
-        if isinstance(found, Problem):
-            yield found
+        definition_or_problem = own_function(key, name, "file") if is_own(name) else None
+        if isinstance(definition_or_problem, Problem):
+            yield definition_or_problem
 
 
 def clips_belong_to_their_loss(config: Config) -> Iterator[Problem]:

@@ -29,9 +29,9 @@ def loads_what_was_saved(config: Config) -> Iterator[Problem]:
         return
     missing = [name for name in loaded if name != "hf_model" and name not in ckpt.save_contents]
     if missing:
-        both = [name for name in ("model", "optimizer", "extra") if name in {*ckpt.save_contents, *missing}]
+        contents = [name for name in ("model", "optimizer", "extra") if name in {*ckpt.save_contents, *missing}]
         says = f"{{}} asks for {toml_value(missing)}, which {{.save_contents=}} leaves out"
-        yield refused(config, key, says, f"write {{.save_contents!}} = {toml_value(both)}, or leave it out")
+        yield refused(config, key, says, f"write {{.save_contents!}} = {toml_value(contents)}, or leave it out")
     elif not {"model", "hf_model"} & set(loaded):
         says = "{} loads no weights: training would go on from the initial ones"
         yield refused(config, key, says, f"leave it out, or write {{!}} = {toml_value(['model', *loaded])}")

@@ -108,8 +108,8 @@ def pass_through_is_not_a_detour(config: Config) -> Iterator[Problem]:
             message = "is set by the rollout worker"
             yield Problem(f"{_SAMPLING}.extra.{name}", message, value, "leave it out")
     for name, value in config.rollout.engine_kwargs.items():
-        if found := why_not_passed(name, value):
-            yield Problem(f"rollout.engine_kwargs.{name}", found[0], value, found[1])
+        if refusal := why_not_passed(name, value):
+            yield Problem(f"rollout.engine_kwargs.{name}", refusal[0], value, refusal[1])
 
 
 def why_not_passed(name: str, value: Any) -> tuple[str, str] | None:
@@ -182,12 +182,12 @@ def engine_can_quantise(config: Config) -> Iterator[Problem]:
     rollout, key = config.rollout, "rollout.quantization"
     if not config.is_grpo or rollout.quantization == "none":
         return
-    known = [*rollout.engine.quantisations]
-    values = " or ".join(filter(None, [", ".join(map(toml_value, known[:-1])), *map(toml_value, known[-1:])]))
-    if rollout.quantization not in known:
-        hint = f"write {{!}} = {values}" if known else 'write {!} = "none", or rollout.backend = "vllm"'
+    methods = [*rollout.engine.quantisations]
+    values = " or ".join(filter(None, [", ".join(map(toml_value, methods[:-1])), *map(toml_value, methods[-1:])]))
+    if rollout.quantization not in methods:
+        hint = f"write {{!}} = {values}" if methods else 'write {!} = "none", or rollout.backend = "vllm"'
         says = f"{rollout.engine.title} does not quantise published weights so"
-        if rollout.quantization in _CALIBRATED and known:
+        if rollout.quantization in _CALIBRATED and methods:
             says = "needs a checkpoint that was calibrated, and versions are published in full precision"
         yield refused(config, key, says, hint, ("rollout.backend",))
     elif config.engine_dtype not in ("bfloat16", "float16"):

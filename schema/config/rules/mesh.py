@@ -79,24 +79,24 @@ def roles_have_the_policys_ranks(config: Config) -> Iterator[Problem]:
 
 
 def _wrong_ranks(config: Config, section: str, mesh: ParallelismConfig) -> Iterator[Problem]:
-    ranks, per_shard, found = policy_ranks(config), ranks_per_shard(mesh), ranks_of(mesh)
-    makes, theirs = (
-        f"{{}} makes a mesh of {found or per_shard} ranks ({mesh_text(mesh)})",
+    ranks, per_shard, mesh_ranks = policy_ranks(config), ranks_per_shard(mesh), ranks_of(mesh)
+    makes, policy_mesh = (
+        f"{{}} makes a mesh of {mesh_ranks or per_shard} ranks ({mesh_text(mesh)})",
         mesh_text(config.policy.parallelism),
     )
     name, hint, fault = "dp_shard_size", "", ""
     if ranks is None:  # as many as there are devices
         least = policy_layout(config).ranks_per_shard
-        if found is not None and found % least:
-            fault, hint = f": no multiple of {least} ({theirs})", "write {!} = -1, or a multiple"
-    elif found != ranks and (found is not None or ranks % per_shard):
-        fault = f", and the policy's has {ranks} ({theirs})"
+        if mesh_ranks is not None and mesh_ranks % least:
+            fault, hint = f": no multiple of {least} ({policy_mesh})", "write {!} = -1, or a multiple"
+    elif mesh_ranks != ranks and (mesh_ranks is not None or ranks % per_shard):
+        fault = f", and the policy's has {ranks} ({policy_mesh})"
         hint = f"write {{!}} = {ranks // per_shard}, or -1 for all that are left"
         if ranks % per_shard:
             sizes = ("tp_size", "cp_size", "pp_size", "dp_replicate_size")
             names = [size for size in sizes if getattr(mesh, size) > 1]
-            ones, name = "".join(f"{section}.{size} = 1 and " for size in names), names[0]
-            hint = f"write {ones}{section}.dp_shard_size = {ranks}, or other sizes whose product is {ranks}"
+            unit_sizes, name = "".join(f"{section}.{size} = 1 and " for size in names), names[0]
+            hint = f"write {unit_sizes}{section}.dp_shard_size = {ranks}, or other sizes whose product is {ranks}"
     if fault:
         yield refused(config, f"{section}.{name}", makes + fault, hint, ("policy.parallelism",))
 
@@ -242,7 +242,7 @@ def _kept_alone(config: Config) -> Iterator[tuple[str, Any, str]]:
     if not config.is_grpo:
         return
     if config.teacher:
-        yield "teacher", [one.name for one in config.teacher], "the answers of teachers"
+        yield "teacher", [teacher.name for teacher in config.teacher], "the answers of teachers"
     if config.shares_time:
         yield "placement.share", config.placement.share, "devices with rollout replicas"
     for role in ("reference", "critic"):
@@ -254,7 +254,7 @@ Mesh = Row[ParallelismConfig]
 
 
 def _meshes(config: Config) -> Iterator[tuple[str, ParallelismConfig]]:
-    return ((one.section, one.mesh) for one in trainer_meshes(config))
+    return ((trainer_mesh.section, trainer_mesh.mesh) for trainer_mesh in trainer_meshes(config))
 
 
 stages_take_any_shape = Each(

@@ -134,20 +134,20 @@ def engine_loads_what_is_published(config: Config, find: FindFile = local_file) 
 def _cut_models(config: Config, find: FindFile) -> Iterator[tuple[str, ParallelismConfig, str, ModelFacts]]:
     """Each known model with the mesh that cuts it: its section, the mesh, the key that names the model, its facts."""
     models = named_models(config, find)
-    meshes = {one.section.partition(".")[0]: one for one in trainer_meshes(config)}
+    meshes = {trainer_mesh.section.partition(".")[0]: trainer_mesh for trainer_mesh in trainer_meshes(config)}
     names = {role: f"{role}.model_name_or_path" for role in meshes}
     cut = [(role, name if name in models else MODEL) for role, name in names.items()]
     cut += [("policy", name) for name in models if name not in names.values()]
     for role, name in cut:
-        known, one = models[name][0], meshes[role]
-        if known is not None:
-            yield one.section, one.mesh, name, known
+        facts, trainer_mesh = models[name][0], meshes[role]
+        if facts is not None:
+            yield trainer_mesh.section, trainer_mesh.mesh, name, facts
 
 
 def _divisors(*counts: int | None) -> str:
     """`1, 2 or 4`: what divides all of these counts, up to 64."""
-    known = [count for count in counts if count is not None]
-    fitting = [str(size) for size in range(1, 65) if all(count % size == 0 for count in known)]
+    present = [count for count in counts if count is not None]
+    fitting = [str(size) for size in range(1, 65) if all(count % size == 0 for count in present)]
     return fitting[0] if len(fitting) == 1 else f"{', '.join(fitting[:-1])} or {fitting[-1]}"
 
 
@@ -239,19 +239,22 @@ def critic_reads_the_policy(config: Config, find: FindFile = local_file) -> Iter
     key, name = CRITIC, critic.model_name_or_path
     if name is not None:
         yield from directory_problems(key, name, "model", ("config.json",))
-        (mine, _), (theirs, _) = (
+        (policy_model, _), (critic_model, _) = (
             policy_facts(config, find),
             facts_at(key, name, critic.model_revision, critic.override_config, find),
         )
-        sizes = [facts.vocabulary for facts in (mine, theirs) if facts and facts.vocabulary]
+        sizes = [facts.vocabulary for facts in (policy_model, critic_model) if facts and facts.vocabulary]
         if len(sizes) == 2 and sizes[0] != sizes[1]:
             message = f"{name} has {sizes[1]} tokens, and {MODEL} = {policy.model_name_or_path} has {sizes[0]}"
             yield Problem(key, message, name, _SAME_TOKENS, related=(MODEL,))
             return
     if critic.tokenizer_name_or_path is not None:
         key, name = "critic.tokenizer_name_or_path", critic.tokenizer_name_or_path
-    tokens, other = (vocabulary_of(*policy.tokenizer, find), vocabulary_of(str(name), critic.model_revision, find))
-    if tokens and other and (differs := difference(tokens, other)):
+    policy_tokens, critic_tokens = (
+        vocabulary_of(*policy.tokenizer, find),
+        vocabulary_of(str(name), critic.model_revision, find),
+    )
+    if policy_tokens and critic_tokens and (differs := difference(policy_tokens, critic_tokens)):
         message = f"{name} numbers other tokens than the policy's tokenizer: {differs}"
         yield Problem(key, message, name, _SAME_TOKENS, related=(MODEL,))
 
@@ -297,29 +300,29 @@ def experts_are_there(config: Config, facts: ModelFacts) -> list[Problem]:
     if config.has_critic and config.critic.model_name_or_path in (None, config.policy.model_name_or_path):
         options["critic.freeze_moe_router"] = config.critic.freeze_moe_router
         options["critic.recompute_moe_layers"] = config.critic.recompute_moe_layers
-    asked: list[tuple[str, bool | str, str]] = [(key, True, "false") for key, on in options.items() if on]
+    requests: list[tuple[str, bool | str, str]] = [(key, True, "false") for key, on in options.items() if on]
     if config.replays_routing:
-        asked.append((_ROUTING, config.grpo.routing_replay, '"none"'))
+        requests.append((_ROUTING, config.grpo.routing_replay, '"none"'))
     message = f"is for mixtures of experts, and {MODEL} = {facts.name} is none"
     return [
         Problem(key, f"{toml_value(value)} {message}", value, f"write {key} = {neutral}", related=(MODEL,))
-        for key, value, neutral in asked
+        for key, value, neutral in requests
     ]
 
 
 def samples_fit_a_request(config: Config, facts: ModelFacts) -> Iterator[Problem]:
     """A sample travels whole, with the experts of each of its tokens: one too large would come back as an error."""
-    controller, wanted = config.controller, config.grpo.routing_replay
+    controller, routing = config.controller, config.grpo.routing_replay
     if not config.replays_routing or controller.payload_store or not (facts.mixtures and facts.chosen):
         return
-    number = (1 if (facts.experts or 0) <= 256 else 2) + (4 if wanted == "weights" else 0)
+    number = (1 if (facts.experts or 0) <= 256 else 2) + (4 if routing == "weights" else 0)
     length, each = config.policy.model_max_length, facts.mixtures * facts.chosen * number
     needed, key = length * (BYTES_OF_A_TOKEN + each), "controller.max_request_bytes"
     if needed <= controller.max_request_bytes:
         return
     message = (
         f"{controller.max_request_bytes} is less than the {needed} bytes of a sample of {length} tokens: "
-        f"{_ROUTING} = {toml_value(wanted)} sends {each} bytes for each, of the {facts.mixtures} mixtures of "
+        f"{_ROUTING} = {toml_value(routing)} sends {each} bytes for each, of the {facts.mixtures} mixtures of "
         f"{MODEL} = {facts.name}"
     )
     room = (needed // 2**20 + 2) * 2**20
@@ -333,11 +336,11 @@ def lengths_are_possible(config: Config, facts: ModelFacts) -> Iterator[Problem]
     if longest is None:
         return
     where = f"{longest} positions ({facts.length_key}) of {MODEL} = {facts.name}"
-    asked = {_LONGEST: config.policy.model_max_length}
+    lengths = {_LONGEST: config.policy.model_max_length}
     if config.is_grpo and config.rollout.max_model_len is not None:
-        asked["rollout.max_model_len"] = config.rollout.max_model_len
-    serving = "rollout.max_model_len" if "rollout.max_model_len" in asked else _LONGEST
-    for key, length in asked.items():
+        lengths["rollout.max_model_len"] = config.rollout.max_model_len
+    serving = "rollout.max_model_len" if "rollout.max_model_len" in lengths else _LONGEST
+    for key, length in lengths.items():
         if length <= longest:
             continue
         if not facts.has_rope:
@@ -377,13 +380,13 @@ def kept_sets_are_bounded(config: Config, find: FindFile = local_file) -> Iterat
     if not config.is_grpo or not sampling.filters or sampling.sampling_correction == "raw":
         return
     facts, _ = policy_facts(config, find)
-    known = None if facts is None else facts.vocabulary
-    sizes = [size for size in (sampling.top_k, known) if size is not None and size > 0]
+    vocabulary = None if facts is None else facts.vocabulary
+    sizes = [size for size in (sampling.top_k, vocabulary) if size is not None and size > 0]
     if sizes and min(sizes) <= MOST_KEPT:
         return
     name = "top_k" if sampling.top_k > 0 else "top_p" if sampling.top_p < 1.0 else "min_p"
     key, value = f"rollout.sampling_config.{name}", getattr(sampling, name)
-    of = "a vocabulary that is not known here" if known is None else f"a vocabulary of {known}"
+    of = "a vocabulary that is not known here" if vocabulary is None else f"a vocabulary of {vocabulary}"
     message = f"{value} alone can keep more than {MOST_KEPT} ids of {of} for a token, which training must know"
     hint = (
         f"write rollout.sampling_config.top_k = {MOST_KEPT} or less (next to it), or "

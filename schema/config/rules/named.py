@@ -24,23 +24,23 @@ def policy_facts(config: Config, find: FindFile) -> _Read:
 
 def named_models(config: Config, find: FindFile) -> dict[str, _Read]:
     """By key, the models that the policy's ranks compute: its own, and others where they are named, teachers too."""
-    return {key: facts_at(key, *one, find) for key, one in _named(config).items()}
+    return {key: facts_at(key, *model, find) for key, model in _named(config).items()}
 
 
 def _named(config: Config) -> dict[str, tuple[str, str | None, Mapping[str, Any]]]:
     """By the key that names it: a model's directory or hub name, its revision, what replaces entries of its file."""
     policy, critic = config.policy, config.critic
-    found: dict[str, tuple[str, str | None, Mapping[str, Any]]] = {
+    models: dict[str, tuple[str, str | None, Mapping[str, Any]]] = {
         MODEL: (policy.model_name_or_path, policy.model_revision, policy.override_config)
     }
     if config.has_reference and config.reference.model_name_or_path is not None:
-        found[_REFERENCE] = (config.reference.model_name_or_path, None, {})
+        models[_REFERENCE] = (config.reference.model_name_or_path, None, {})
     if config.has_critic and critic.model_name_or_path is not None:
-        found[CRITIC] = (critic.model_name_or_path, critic.model_revision, critic.override_config)
+        models[CRITIC] = (critic.model_name_or_path, critic.model_revision, critic.override_config)
     for number, teacher in enumerate(config.teacher):
         if teacher.is_local:
-            found[f"teacher[{number}].model"] = (str(teacher.model), None, {})
-    return found
+            models[f"teacher[{number}].model"] = (str(teacher.model), None, {})
+    return models
 
 
 def facts_at(key: str, name: str, revision: str | None, override: Mapping[str, Any], find: FindFile) -> _Read:

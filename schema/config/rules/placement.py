@@ -54,13 +54,13 @@ def sharing_is_asked_for(config: Config) -> Iterator[Problem]:
     policy, rollout = policy_layout(config), rollout_layout(config)
     if not policy.listed or not rollout.listed:
         return
-    both = sorted(set(policy.devices) & set(rollout.devices))
+    common = sorted(set(policy.devices) & set(rollout.devices))
     lists = f"{policy.key} = {policy.listed} and {rollout.key} = {rollout.listed}"
-    if both and share == "none":
-        says = f"{lists} have device {_names(both)} in common, and {{.share=}}"
+    if common and share == "none":
+        says = f"{lists} have device {_names(common)} in common, and {{.share=}}"
         hint = 'write {.share!} = "memory" (both roles stay in its memory), or lists without common devices'
         yield refused(config, rollout.key, says, hint, (policy.key, key))
-    if not both and share != "none":
+    if not common and share != "none":
         says = f"is {{}}, but {lists} have no device in common"
         yield refused(config, key, says, nothing, (policy.key, rollout.key))
 
@@ -71,10 +71,10 @@ def other_roles_share_too(config: Config) -> Iterator[Problem]:
     others = {"critic": ["rollout"], "reference": ["rollout"], "reward_model": ["policy", "rollout"]}
     pairs = [(role, other) for role, company in others.items() for other in company]
     for role, other in pairs if config.placement.share == "none" else ():
-        if both := sorted(set(flat(lists[role])) & set(flat(lists[other]))):
+        if common := sorted(set(flat(lists[role])) & set(flat(lists[other]))):
             says = (
-                f"{{!}} = {lists[role]} and {{.{other}!}} = {lists[other]} have device {_names(both)} in common, and "
-                "{.share=}"
+                f"{{!}} = {lists[role]} and {{.{other}!}} = {lists[other]} have device {_names(common)} in common, "
+                "and {.share=}"
             )
             hint = 'write {.share!} = "memory", or lists without common devices'
             yield refused(config, f"placement.{role}", says, hint, (f".{other}", ".share"))
@@ -85,8 +85,8 @@ def others_are_apart(config: Config) -> Iterator[Problem]:
     seen = [policy_layout(config)]
     for role in apart_layouts(config):
         for other in seen:
-            if both := sorted(set(role.devices) & set(other.devices)):
-                says = f"{role.listed} and {other.key} = {other.listed} have device {_names(both)} in common"
+            if common := sorted(set(role.devices) & set(other.devices)):
+                says = f"{role.listed} and {other.key} = {other.listed} have device {_names(common)} in common"
                 hint = "write {!} = [], which is sharded over the policy's devices, or devices of its own"
                 yield refused(config, role.key, says, hint, (other.key,))
         seen.append(role)
@@ -117,7 +117,7 @@ def lists_fit_replicas(config: Config) -> list[Problem]:
 
 
 def _misfit(config: Config, role: RoleLayout) -> list[Problem]:
-    replicas, given = f"{role.section}.n_init_replicas", len(role.devices)
+    replicas, device_count = f"{role.section}.n_init_replicas", len(role.devices)
     related = (role.section,)
     if role.nested and len(role.listed) != role.replicas:
         says = f"names the devices of {len(role.listed)} replicas, but {replicas} = {role.replicas}"
@@ -131,11 +131,11 @@ def _misfit(config: Config, role: RoleLayout) -> list[Problem]:
         return [refused(config, role.key, says, "give each as many devices", related)]
     of_replica = role.ranks_per_shard * (role.shards or 1)
     takes, is_open = role.replicas * of_replica, role.shards is None
-    if given == takes or (is_open and given and given % takes == 0):
+    if device_count == takes or (is_open and device_count and device_count % takes == 0):
         return []
-    says = f"names {given} devices, but {replicas} = {role.replicas} of {of_replica} ({mesh}) take {takes}"
+    says = f"names {device_count} devices, but {replicas} = {role.replicas} of {of_replica} ({mesh}) take {takes}"
     says += " or a multiple" * is_open
-    return [refused(config, role.key, says, _fitting(config, role, given), related)]
+    return [refused(config, role.key, says, _fitting(config, role, device_count), related)]
 
 
 def most_devices(takes: Mapping[str, int], shared: bool) -> int:
@@ -144,20 +144,20 @@ def most_devices(takes: Mapping[str, int], shared: bool) -> int:
     return (max(together) if shared else sum(together)) + sum(takes.get(role, 0) for role in NEXT_TO_POLICY)
 
 
-def _fitting(config: Config, role: RoleLayout, given: int) -> str:
+def _fitting(config: Config, role: RoleLayout, device_count: int) -> str:
     """Return the hint by which a role takes the devices that its list names."""
     section, of_replica, replicas = role.section, role.ranks_per_shard * (role.shards or 1), role.replicas
     name = f"name {replicas * of_replica} devices"
-    if not given:
+    if not device_count:
         return name
-    if given % (replicas * role.ranks_per_shard) == 0 and role.name == "policy":
-        return f"write {section}.dp_shard_size = {given // (replicas * role.ranks_per_shard)}, or {name}"
-    if given % of_replica == 0 and not role.nested and role.name not in NEXT_TO_POLICY:
-        return f"write {section}.n_init_replicas = {given // of_replica}, or {name}"
+    if device_count % (replicas * role.ranks_per_shard) == 0 and role.name == "policy":
+        return f"write {section}.dp_shard_size = {device_count // (replicas * role.ranks_per_shard)}, or {name}"
+    if device_count % of_replica == 0 and not role.nested and role.name not in NEXT_TO_POLICY:
+        return f"write {section}.n_init_replicas = {device_count // of_replica}, or {name}"
     if role.name == "rollout" and not config.rollout.engine.one_device:
         others = of_replica // config.rollout.parallelism.tp_size
-        if given % (replicas * others) == 0:
-            return f"write {section}.tp_size = {given // (replicas * others)}, or {name}"
+        if device_count % (replicas * others) == 0:
+            return f"write {section}.tp_size = {device_count // (replicas * others)}, or {name}"
     return name
 
 

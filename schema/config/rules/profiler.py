@@ -15,10 +15,10 @@ _SUB = "profiler.sub_profiler_config"
 
 def absent_ranks(config: Config, ranks: int) -> Iterator[Problem]:
     """Ranks that are to be recorded and that a trainer of so many ranks does not have."""
-    wanted = config.profiler.sub_profiler_config.rank_filter
-    if absent := sorted({rank for rank in wanted if rank >= ranks}):
+    listed = config.profiler.sub_profiler_config.rank_filter
+    if absent := sorted({rank for rank in listed if rank >= ranks}):
         has = "one rank, 0" if ranks == 1 else f"{ranks} ranks, from 0 to {ranks - 1}"
-        hint = f"write {{!}} = {sorted(set(wanted).difference(absent)) or [0]}"
+        hint = f"write {{!}} = {sorted(set(listed).difference(absent)) or [0]}"
         says = f"a policy replica has {has}: there is no {absent[0]}"
         yield refused(config, f"{_SUB}.rank_filter", says, hint, ("policy.parallelism",))
 

@@ -68,19 +68,19 @@ def _reward_problem(key: str, name: str, custom: Collection[str]) -> Problem | N
     file, colon, function = name.rpartition(":")
     if not colon:
         close = closest(name, BUILTIN_REWARDS)
-        known = f'built in: {", ".join(BUILTIN_REWARDS)}; your own: "path/to/file.py:function"'
-        return Problem(key, f"unknown reward function `{name}`", name, f"did you mean `{close}`?" if close else known)
-    found = own_function(key, name, "reward file")
-    if isinstance(found, ast.AST):
-        fault = of_source(found, custom)
+        hint = f'built in: {", ".join(BUILTIN_REWARDS)}; your own: "path/to/file.py:function"'
+        return Problem(key, f"unknown reward function `{name}`", name, f"did you mean `{close}`?" if close else hint)
+    definition_or_problem = own_function(key, name, "reward file")
+    if isinstance(definition_or_problem, ast.AST):
+        fault = of_source(definition_or_problem, custom)
         return fault and Problem(key, f"`{function}` of {file} {fault.message}", name, fault.hint)
-    return found
+    return definition_or_problem
 
 
-def own_function(key: str, name: str, what: str) -> Definition | Problem | None:
+def own_function(key: str, name: str, purpose: str) -> Definition | Problem | None:
     """The definition of a user's function, `path/to/file.py:function`, or what is wrong with it.
 
-    None: the name is bound in another way, as by an import. what: the file's purpose, for the message.
+    None: the name is bound in another way, as by an import. purpose: what the file is for, as the message names it.
     """
     file, _, function = name.rpartition(":")
     if fault := address_fault(file, "your functions are"):
@@ -90,18 +90,18 @@ def own_function(key: str, name: str, what: str) -> Definition | Problem | None:
     except OSError as error:
         hint = home_hint(file) or "paths are relative to the current directory"
         kind = Absent if isinstance(error, FileNotFoundError) else Problem
-        return kind(key, f"{what} {file} cannot be read: {error.strerror}", name, hint)
+        return kind(key, f"{purpose} {file} cannot be read: {error.strerror}", name, hint)
     except NotAFileError as error:
-        return Problem(key, f"{what} {file} cannot be read: {error}", name, "write it to a file first")
+        return Problem(key, f"{purpose} {file} cannot be read: {error}", name, "write it to a file first")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" at line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        return Problem(key, f"{what} {file} is not valid Python{line}: {error}", name)
+        return Problem(key, f"{purpose} {file} is not valid Python{line}: {error}", name)
     if function in _bound_names(tree):
         return None
-    found = {node.name: node for node in tree.body if isinstance(node, Definition)}
-    if function in found:
-        return found[function]
-    functions = [node.name for node in found.values() if not isinstance(node, ast.ClassDef)]
+    definitions = {node.name: node for node in tree.body if isinstance(node, Definition)}
+    if function in definitions:
+        return definitions[function]
+    functions = [node.name for node in definitions.values() if not isinstance(node, ast.ClassDef)]
     close = closest(function, functions)
     hint = f"did you mean `{file}:{close}`?" if close else f"its functions: {', '.join(functions) or 'none'}"
     return Problem(key, f"{file} has no function `{function}`", name, hint)

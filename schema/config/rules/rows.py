@@ -57,8 +57,8 @@ class Row(Generic[S]):
         if not self.when(section):
             return
         whole: Any = section if config is None else config
-        for one in (self.key,) if isinstance(self.key, str) else self.key:
-            key = f"{name}.{one}" if name else one
+        for relative_key in (self.key,) if isinstance(self.key, str) else self.key:
+            key = f"{name}.{relative_key}" if name else relative_key
             table, _, last = key.rpartition(".")
             if not isinstance(self.key, str) and not any(written(value_at(whole, table), last)):
                 continue
@@ -119,8 +119,8 @@ def section(key: str, get: Callable[[Config], S | None]) -> Sections[S]:
     """The one section that `get` returns, or none; rows are about the keys in it."""
 
     def sections(config: Config) -> Iterator[tuple[str, S]]:
-        if (found := get(config)) is not None:
-            yield key, found
+        if (section := get(config)) is not None:
+            yield key, section
 
     return sections
 

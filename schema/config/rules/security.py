@@ -28,10 +28,10 @@ _WRITTEN_OUT = frozenset({_STOP, ("train", "train_policy", "system_prompt")})
 def texts_are_printable(config: Config) -> Iterator[Problem]:
     """A control character in a name or path forges lines of logs and displays, and is never meant."""
     for path, text in _texts(config):
-        found = CONTROL.search(text)
-        if found is None or path[:3] in _WRITTEN_OUT:
+        match = CONTROL.search(text)
+        if match is None or path[:3] in _WRITTEN_OUT:
             continue
-        message = f"holds the control character U+{ord(found.group()):04X} at position {found.start() + 1}"
+        message = f"holds the control character U+{ord(match.group()):04X} at position {match.start() + 1}"
         hint = "take it out; between single quotes a backslash stays a backslash"
         yield Problem(format_key(path), message, text, hint)
 
@@ -96,9 +96,9 @@ def _all_texts(value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
     if isinstance(value, str):
         return [(path, value)] if value else []
     if isinstance(value, dict):
-        return [found for key, item in value.items() for found in _all_texts(item, (*path, key))]
+        return [entry for key, item in value.items() for entry in _all_texts(item, (*path, key))]
     if isinstance(value, list):
-        return [found for i, item in enumerate(value) for found in _all_texts(item, (*path, i))]
+        return [entry for i, item in enumerate(value) for entry in _all_texts(item, (*path, i))]
     return []
 
 

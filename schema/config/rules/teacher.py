@@ -46,13 +46,13 @@ def teachers_are_somewhere(config: Config) -> Iterator[Problem]:
 
 def tokens_are_those_of_the_policy(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """A local teacher reads the policy's token ids: each must mean the same to it. Where both are on this machine."""
-    ours = vocabulary_of(*config.policy.tokenizer, find) if config.local_teachers else None
+    policy_tokens = vocabulary_of(*config.policy.tokenizer, find) if config.local_teachers else None
     for key, teacher in _numbered(config):
         if teacher.model is None:
             continue
         yield from _sizes(config, f"{key}.model", teacher, find)
-        theirs = vocabulary_of(teacher.model, None, find) if ours else None
-        if ours and theirs and (differs := difference(ours, theirs, padded=True)):
+        teacher_tokens = vocabulary_of(teacher.model, None, find) if policy_tokens else None
+        if policy_tokens and teacher_tokens and (differs := difference(policy_tokens, teacher_tokens, padded=True)):
             message = f"another tokenizer: {differs}"
             hint = "choose a teacher of the policy's family, whose tokenizer is the same"
             yield Problem(f"{key}.model", message, teacher.model, hint, related=(_MODEL,))
@@ -68,13 +68,18 @@ def _sizes(config: Config, key: str, teacher: TeacherConfig, find: FindFile) -> 
         )
     except BrokenModelError:
         return  # who loads it says what is wrong
-    ours, theirs = (None if facts is None else facts.vocabulary for facts in read)
+    policy_size, teacher_size = (None if facts is None else facts.vocabulary for facts in read)
     whole = teacher.loss in ("reverse_kl_full", "top_k_jsd")
-    if ours is None or theirs is None or ours == theirs or (theirs > ours and not whole):
+    if (
+        policy_size is None
+        or teacher_size is None
+        or policy_size == teacher_size
+        or (teacher_size > policy_size and not whole)
+    ):
         return
-    says, why = f"{{~}} has {theirs} tokens, and the policy {ours}: ", "it is of another vocabulary"
+    says, why = f"{{~}} has {teacher_size} tokens, and the policy {policy_size}: ", "it is of another vocabulary"
     hint = "choose a teacher of the policy's vocabulary"
-    if theirs > ours:
+    if teacher_size > policy_size:
         why = f'"{teacher.loss}" compares all of them'
         hint = 'write loss = "reverse_kl_advantage", which looks at the sampled tokens, or choose another teacher'
     yield refused(config, key, says + why, hint, (_MODEL,))

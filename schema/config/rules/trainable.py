@@ -62,10 +62,10 @@ def modules_are_named_once(config: Config) -> Iterator[Problem]:
         if targets in ([], ""):
             says, hint = ("names no module: there would be no adapter", "leave it out for the model's own choice")
             yield refused(config, f"{section}.target_modules", says, hint)
-        both = sorted(set(lora.modules_to_save or ()) & set(targets)) if isinstance(targets, list) else []
-        if both:
+        overlap = sorted(set(lora.modules_to_save or ()) & set(targets)) if isinstance(targets, list) else []
+        if overlap:
             key = f"{section}.target_modules"
-            message = f"{', '.join(both)} stands in {key} = {targets} too: trained whole and by an adapter"
+            message = f"{', '.join(overlap)} stands in {key} = {targets} too: trained whole and by an adapter"
             hint, related = "name each module in one of the two lists", (key,)
             yield Problem(f"{section}.modules_to_save", message, lora.modules_to_save, hint, related=related)
 

@@ -99,14 +99,14 @@ def options_belong_to_their_shape(config: Config) -> Iterator[Problem]:
 def lists_are_for_the_optimizers(config: Config) -> Iterator[Problem]:
     """Lists have a value for each optimizer: Muon and the AdamW next to it, or one."""
     for section, keys in _trained(config):
-        both, impl = keys.optm_name == "Muon", keys.optm_impl
+        has_two, impl = keys.optm_name == "Muon", keys.optm_impl
         for name, value in (("optm_lr", keys.optm_lr), ("optm_impl", impl)):
-            if isinstance(value, list) and len(value) not in ({1, 2} if both else {1}):
+            if isinstance(value, list) and len(value) not in ({1, 2} if has_two else {1}):
                 says = f"a list of {len(value)} is for {len(value)} optimizers, and there "
-                says += "are two, Muon and AdamW" if both else "is one"
-                hint = "write one value, or two" if both else "write one value"
+                says += "are two, Muon and AdamW" if has_two else "is one"
+                hint = "write one value, or two" if has_two else "write one value"
                 yield refused(config, f"{section}.{name}", says, hint, (".optm_name",))
-        if both and isinstance(impl, list) and len(impl) == 2 and impl[0] != "for-loop":
+        if has_two and isinstance(impl, list) and len(impl) == 2 and impl[0] != "for-loop":
             says, hint = f'Muon has no implementation "{impl[0]}"', f'write ["for-loop", "{impl[1]}"]'
             yield refused(config, f"{section}.optm_impl", says, hint, (".optm_name",))
 

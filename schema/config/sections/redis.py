@@ -41,6 +41,6 @@ class RedisConfig(Section):
             return url
         files = {"ssl_ca_certs": self.tls_ca, "ssl_certfile": self.tls_cert, "ssl_keyfile": self.tls_key}
         named = {name for name, _ in parse_qsl(parts.query)}
-        wanted = {name: file for name, file in files.items() if file and name not in named}
-        added = urlencode({name: os.path.abspath(os.path.expanduser(file)) for name, file in wanted.items()})
+        unnamed = {name: file for name, file in files.items() if file and name not in named}
+        added = urlencode({name: os.path.abspath(os.path.expanduser(file)) for name, file in unnamed.items()})
         return urlunsplit(parts._replace(query="&".join(filter(None, [parts.query, added]))))

@@ -36,6 +36,6 @@ class ProofReply(Message):
     )
 
 
-def handshake(token: str, asked: ProofRequest, nonce: str, host: str, port: int) -> Handshake:
+def handshake(token: str, request: ProofRequest, nonce: str, host: str, port: int) -> Handshake:
     """The handshake of one connection; nonce, host, port: the controller's."""
-    return Handshake(PURPOSE, token, asked.nonce, nonce, (asked.dialled, host, str(port)))
+    return Handshake(PURPOSE, token, request.nonce, nonce, (request.dialled, host, str(port)))
