@@ -53,27 +53,27 @@ def blocks(page: str) -> list[tuple[str, str]]:
     return [(match[1], match[2] or "") for match in _BLOCK.finditer(page)]
 
 
-def _block(what: str, arguments: Sequence[str]) -> str:
-    if what == "nearest":
+def _block(marker_kind: str, arguments: Sequence[str]) -> str:
+    if marker_kind == "nearest":
         lines = list(_nearest())
-    elif what == "foreign":
+    elif marker_kind == "foreign":
         lines = ["", f"{', '.join(system.title for system in SYSTEMS_WITHOUT_READER)}.", ""]
-    elif what == "tables" and len(arguments) == 1:
+    elif marker_kind == "tables" and len(arguments) == 1:
         lines = ["", _tables(arguments[0]), ""]
-    elif what == "prose" and len(arguments) == 1:
+    elif marker_kind == "prose" and len(arguments) == 1:
         lines = [line for paragraph in reader(arguments[0]).prose for line in ("", paragraph)] + [""]
-    elif what == "method" and len(arguments) == 1:
+    elif marker_kind == "method" and len(arguments) == 1:
         lines = list(_method(arguments[0]))
-    elif what == "none" and len(arguments) == 1:
+    elif marker_kind == "none" and len(arguments) == 1:
         lines = list(_none(arguments[0]))
-    elif what == "keys" and len(arguments) == 2:
+    elif marker_kind == "keys" and len(arguments) == 2:
         lines = list(_keys(*arguments))
     else:
-        raise ValueError(f"marker `{what}: {' '.join(arguments)}` is not known")
+        raise ValueError(f"marker `{marker_kind}: {' '.join(arguments)}` is not known")
     if sum(line.startswith("| ") for line in lines) > LONG:
         count = sum(line.startswith("| `") for line in lines)
         lines = ["", "<details>", f"<summary>{count} keys</summary>", *lines, "</details>", ""]
-    marker = f"<!-- {what}{': ' if arguments else ''}{' '.join(arguments)} -->"
+    marker = f"<!-- {marker_kind}{': ' if arguments else ''}{' '.join(arguments)} -->"
     return "\n".join([marker, *lines, "<!-- end -->"])
 
 

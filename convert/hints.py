@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from schema.config.keys import leaf_keys
@@ -26,14 +27,14 @@ def names_elsewhere() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
     """
     from convert.engine.registry import readers  # the tables are only needed for a hint
 
-    found: dict[str, dict[str, dict[str, None]]] = {}
+    by_own_key: dict[str, dict[str, dict[str, None]]] = {}
     for reader in readers():
         for kind in reader.kinds:
             for rule in reader.rules(kind):
                 for ours in rule.converter.ours:
                     if rule.key.removesuffix(".*") != ours:
-                        found.setdefault(ours, {}).setdefault(reader.title, {})[rule.key] = None
-    return {ours: {system: tuple(keys) for system, keys in systems.items()} for ours, systems in found.items()}
+                        by_own_key.setdefault(ours, {}).setdefault(reader.title, {})[rule.key] = None
+    return {ours: {system: tuple(keys) for system, keys in systems.items()} for ours, systems in by_own_key.items()}
 
 
 def names_here(name: str) -> tuple[Theirs, ...]:
@@ -42,11 +43,15 @@ def names_here(name: str) -> tuple[Theirs, ...]:
     Names that are ours too are left out.
     """
     parts = name.split(".")
-    known = _by_last_part()
-    found = [theirs for theirs in known.get(parts[-1], ()) if theirs.key == name or theirs.key.endswith(f".{name}")]
+    by_last_part = _by_last_part()
+    matches = [
+        external_key
+        for external_key in by_last_part.get(parts[-1], ())
+        if external_key.key == name or external_key.key.endswith(f".{name}")
+    ]
     tables = (".".join([*parts[:end], "*"]) for end in range(len(parts) - 1, 0, -1))
-    found = found or next((list(known[key]) for key in tables if key in known), [])
-    return tuple(sorted(found, key=lambda theirs: (not theirs.ours, theirs.key != name)))
+    matches = matches or next((list(by_last_part[key]) for key in tables if key in by_last_part), [])
+    return tuple(sorted(matches, key=lambda external_key: (not external_key.ours, external_key.key != name)))
 
 
 def systems_of_table(name: str) -> str:
@@ -56,10 +61,12 @@ def systems_of_table(name: str) -> str:
 
 @cache
 def _tables() -> Mapping[str, Mapping[str, None]]:
-    found: dict[str, dict[str, None]] = {}
-    for theirs in (theirs for some in _by_last_part().values() for theirs in some if "." in theirs.key):
-        found.setdefault(theirs.key.partition(".")[0], {})[theirs.system] = None
-    return found
+    tables: dict[str, dict[str, None]] = {}
+    for external_key in chain.from_iterable(_by_last_part().values()):
+        table, dot, _ = external_key.key.partition(".")
+        if dot:
+            tables.setdefault(table, {})[external_key.system] = None
+    return tables
 
 
 @cache
@@ -67,22 +74,22 @@ def _by_last_part() -> Mapping[str, tuple[Theirs, ...]]:
     """Keys by their last part, those that end in `.*` by themselves."""
     from convert.engine.registry import readers  # the tables are only needed for a hint
 
-    ours = set(leaf_keys())
-    found: dict[str, list[Theirs]] = {}
+    own_keys = set(leaf_keys())
+    by_last_part: dict[str, list[Theirs]] = {}
     for reader in readers():
         rules = [rule for kind in reader.kinds for rule in reader.rules(kind)]
         # One that leads somewhere replaces one that does not.
         rules.sort(key=lambda rule: bool(rule.converter.ours))
-        known = {spelling: rule.converter for rule in rules for spelling in rule.spellings}
+        converters = {spelling: rule.converter for rule in rules for spelling in rule.spellings}
         listed = [key for key in reader.unsupported.reasons if not any(sign in key for sign in "=<:")]
-        for key in dict.fromkeys((*known, *listed)):
-            if key.removesuffix(".*") in ours:
+        for key in dict.fromkeys((*converters, *listed)):
+            if key.removesuffix(".*") in own_keys:
                 continue
-            keys = known[key].ours if key in known else ()
-            reason = "" if keys else reader.unsupported.reason(key) or known[key].words
-            theirs = Theirs(reader.title, key, keys, reason)
-            found.setdefault(key if key.endswith(".*") else key.rpartition(".")[2], []).append(theirs)
-    return {last: tuple(some) for last, some in found.items()}
+            keys = converters[key].ours if key in converters else ()
+            reason = "" if keys else reader.unsupported.reason(key) or converters[key].words
+            external_key = Theirs(reader.title, key, keys, reason)
+            by_last_part.setdefault(key if key.endswith(".*") else key.rpartition(".")[2], []).append(external_key)
+    return {last: tuple(external_keys) for last, external_keys in by_last_part.items()}
 
 
 class Hints:

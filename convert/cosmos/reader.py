@@ -30,8 +30,8 @@ _SECTIONS = ("train", "policy", "rollout")
 
 
 def _detect(source: Source) -> str | None:
-    known = any(source.has(*path) for path in (("train", "train_policy"), ("policy", "model_name_or_path")))
-    if not known and not (sum(isinstance(source.data.get(name), dict) for name in _SECTIONS) >= 2):
+    has_signature = any(source.has(*path) for path in (("train", "train_policy"), ("policy", "model_name_or_path")))
+    if not has_signature and not (sum(isinstance(source.data.get(name), dict) for name in _SECTIONS) >= 2):
         return None
     return _kind(source)
 

@@ -158,14 +158,16 @@ def _repeats(context: ConversionContext, rule: Rule, leaf: KeyPath) -> Result | 
     written = [name for name in rule.spellings if context.values.get(name) is not None and not name.endswith(".*")]
     if not written or written[0] == leaf.key:
         return None
-    other = written[0]
-    if leaf.value is None or leaf.value == context.values[other]:
-        return implicit(f"another name of `{other}`, which is written too")
+    other_key = written[0]
+    if leaf.value is None or leaf.value == context.values[other_key]:
+        return implicit(f"another name of `{other_key}`, which is written too")
     context.warn(
-        f"`{leaf.key}` = {shown(leaf.value)} and `{other}` = {shown(context.values[other])} are two names "
-        f"of one key and contradict each other; `{other}` is taken"
+        f"`{leaf.key}` = {shown(leaf.value)} and `{other_key}` = {shown(context.values[other_key])} are two names "
+        f"of one key and contradict each other; `{other_key}` is taken"
     )
-    return implicit(f"another name of `{other}`, whose different value {shown(context.values[other])} is taken")
+    return implicit(
+        f"another name of `{other_key}`, whose different value {shown(context.values[other_key])} is taken"
+    )
 
 
 # --- what the file leaves out -------------------------------------------------------------------------------
@@ -185,8 +187,8 @@ def _additions(context: ConversionContext, entries: list[Entry]) -> list[Additio
         leaf = KeyPath(rule.key, default)
         result = _with_method(context, leaf, _apply(context, rule, leaf))
         for key, value in result.targets:
-            whose = f", that of {rule.follows}" if rule.follows else ""
-            note = f"{context.title}'s default: {rule.key} = {yaml_value(default)}{whose}"
+            origin = f", that of {rule.follows}" if rule.follows else ""
+            note = f"{context.title}'s default: {rule.key} = {yaml_value(default)}{origin}"
             if result.note:
                 note += f"; {result.note}"
             if key not in written and key not in chosen:

@@ -129,8 +129,8 @@ class Conversion:
     @property
     def missing_leaves(self) -> list[str]:
         """Leaves of the input without an entry. Not empty: a defect of the converter."""
-        known = {entry.source for entry in self.entries}
-        return [leaf for leaf in self.leaves if leaf not in known]
+        converted = {entry.source for entry in self.entries}
+        return [leaf for leaf in self.leaves if leaf not in converted]
 
     @property
     def repeated_leaves(self) -> list[str]:
@@ -141,8 +141,8 @@ class Conversion:
     @property
     def unsupported(self) -> dict[str, Any]:
         """Source key -> value of what decides the method and has no counterpart; those of defaults included."""
-        found: dict[str, Any] = self.config.get(TABLE, {})
-        return found
+        table: dict[str, Any] = self.config.get(TABLE, {})
+        return table
 
     def of(self, outcome: Outcome) -> Sequence[Entry]:
         """The entries with one outcome, in the order of the input."""

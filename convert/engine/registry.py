@@ -21,9 +21,9 @@ SYSTEMS = {"verl": "convert.verl", "roll": "convert.roll", "cosmos-rl": "convert
 
 def reader(system: str) -> Reader:
     """The reader of a system, imported when it is needed; KeyError for a name that is not in SYSTEMS."""
-    found = importlib.import_module(f"{SYSTEMS[system]}.reader").READER
-    assert isinstance(found, Reader)
-    return found
+    imported = importlib.import_module(f"{SYSTEMS[system]}.reader").READER
+    assert isinstance(imported, Reader)
+    return imported
 
 
 def readers() -> list[Reader]:
@@ -37,22 +37,22 @@ def detect(source: Source, readers: Sequence[Reader]) -> tuple[Reader, str]:
     Keys of a system without a reader win, unless the file has a key that only a system with one has, and is of none
     made from that.
     """
-    found = [(reader, kind) for reader in readers if (kind := reader.detect(source)) is not None]
+    candidates = [(reader, kind) for reader in readers if (kind := reader.detect(source)) is not None]
     if (system := other_system(source.data)) is not None:
-        certain = [(reader, kind) for reader, kind in found if _has_own(source, reader)]
+        certain = [(reader, kind) for reader, kind in candidates if _has_own(source, reader)]
         if system.is_made_from_verl or not certain:
             message, hint = described(system)
-            if found and not system.is_made_from_verl:
-                names = " or ".join(f"{reader.title}, --system {reader.system}" for reader, _ in found)
+            if candidates and not system.is_made_from_verl:
+                names = " or ".join(f"{reader.title}, --system {reader.system}" for reader, _ in candidates)
                 hint = f"{hint}; if it is a file of {names}"
             raise ConfigError([Problem("", message, hint=hint, file=source.name)])
-        found = certain
-    if len(found) == 1:
-        return found[0]
-    if found:
-        both = " and ".join(reader.title for reader, _ in found)
-        hint = f"say which: --system {' or --system '.join(reader.system for reader, _ in found)}"
-        raise ConfigError([Problem("", f"has keys of {both}", hint=hint, file=source.name)])
+        candidates = certain
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        titles = " and ".join(reader.title for reader, _ in candidates)
+        hint = f"say which: --system {' or --system '.join(reader.system for reader, _ in candidates)}"
+        raise ConfigError([Problem("", f"has keys of {titles}", hint=hint, file=source.name)])
     looked = "; ".join(f"{reader.title}: {', '.join(reader.signs)}" for reader in readers)
     written = ", ".join(list(source.data)[:8]) or "none"
     message = f"no configuration of {' or '.join(reader.title for reader in readers)} (its keys: {written})"

@@ -137,8 +137,8 @@ class ConversionContext:
         if default is not ABSENT:
             return default
         rule = self.by_key.get(key)
-        found = ABSENT if rule is None else self.default_of(rule)
-        return None if found is ABSENT else found
+        rule_default = ABSENT if rule is None else self.default_of(rule)
+        return None if rule_default is ABSENT else rule_default
 
     def default_of(self, rule: Rule) -> Any:
         """The value of a key where the file is silent; ABSENT where there is none."""
@@ -189,8 +189,8 @@ class ConversionContext:
     def _written(self, key: str) -> Any:
         rule = self.by_key.get(key)
         spellings = (key,) if rule is None else rule.spellings
-        found = [self.values[name] for name in spellings if name in self.values]
-        return next((value for value in found if value is not None), found[0] if found else ABSENT)
+        written = [self.values[name] for name in spellings if name in self.values]
+        return next((value for value in written if value is not None), written[0] if written else ABSENT)
 
     def _typed(self, key: str, read: Callable[[Any], _T], default: _T | None) -> _T | None:
         rule = self.by_key.get(key)

@@ -92,23 +92,23 @@ def refuse_strangers(context: ConversionContext, entries: Sequence[Entry]) -> No
 def check_accepted(context: ConversionContext, entries: Sequence[Entry], accepted: Collection[str]) -> None:
     """Raise ConfigError for names that are not those of keys which are not understood."""
     unknown_keys = [entry.source for entry in entries if not entry.understood]
-    known = {entry.source: entry.outcome.value for entry in entries if entry.understood}
+    outcomes = {entry.source: entry.outcome.value for entry in entries if entry.understood}
     problems = []
     for name in dict.fromkeys(accepted):
         if name in unknown_keys:
             continue
         inside = [key for key in unknown_keys if key.startswith(f"{name}.")]
         close = closest(name, unknown_keys) or _same_name(split_key(name)[-1], unknown_keys)
-        meant = inside or ([close] if close else unknown_keys)
-        if name in known:
-            message = f"cannot be accepted as unknown: it is understood ({known[name]})"
+        suggestions = inside or ([close] if close else unknown_keys)
+        if name in outcomes:
+            message = f"cannot be accepted as unknown: it is understood ({outcomes[name]})"
         elif inside:
             message = "cannot be accepted as a table: name each of its keys"
         else:
             message = "cannot be accepted: the file has no such key"
-        names = ", ".join(f"`{key}`" for key in meant)
-        hint = f"did you mean {names}?" if meant else "every key of the file is understood"
-        if not inside and not close and meant:
+        names = ", ".join(f"`{key}`" for key in suggestions)
+        hint = f"did you mean {names}?" if suggestions else "every key of the file is understood"
+        if not inside and not close and suggestions:
             hint = f"not understood are: {names}"
         problems.append(Problem(name, message, hint=hint, file=context.source.name))
     if problems:

@@ -74,10 +74,10 @@ class ClosedList:
 
     def known_reason(self, key: str) -> str:
         """The reason of a key that a converter names. Raises LookupError where the list does not have it."""
-        found = self.reason(key)
-        if found is None:
+        reason = self.reason(key)
+        if reason is None:
             raise LookupError(f"{key} is not in the closed list")
-        return found
+        return reason
 
     def decides_method(self, key: str, value: Any) -> bool:
         """Whether a key of the list decides what is trained, and its value asks for something."""
@@ -111,8 +111,8 @@ class ClosedList:
         return self.plumbing.fullmatch(f"{top}.{inside[0]}" if top in self.mixed else top) is None
 
     def _find(self, table: Mapping[str, _T], key: str) -> _T | None:
-        found = (_listed(table, name) for name in (key, *self.general(key)))
-        return next((value for value in found if value is not None), None)
+        entries = (_listed(table, name) for name in (key, *self.general(key)))
+        return next((value for value in entries if value is not None), None)
 
 
 def same(value: Any, other: Any) -> bool:

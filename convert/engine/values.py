@@ -31,10 +31,10 @@ def integer(value: Any) -> int:
 
 def count(value: Any) -> int:
     """A whole number of at least 1. Raises BadValue."""
-    found = integer(value)
-    if found < 1:
-        raise BadValue(f"expected at least 1, got {found}")
-    return found
+    number = integer(value)
+    if number < 1:
+        raise BadValue(f"expected at least 1, got {number}")
+    return number
 
 
 def number(value: Any) -> float:

@@ -110,16 +110,18 @@ def to_report(conversion: Conversion, full: bool = True) -> str:
 def _unsupported(conversion: Conversion) -> list[str]:
     """Report what decides the method and has no counterpart, be it written in the file or the source's default."""
     entries = conversion.of(Outcome.UNSUPPORTED)
-    known, strangers = (
+    without_counterpart, strangers = (
         [f"  {_entry_line(entry, conversion.name)}" for entry in entries if entry.understood is understood]
         for understood in (True, False)
     )
     for addition in filter(_is_unsupported, conversion.additions):
-        known.append(_clean(f"  {split_key(addition.key)[1]} = {yaml_value(addition.value)}: {addition.note}"))
+        without_counterpart.append(
+            _clean(f"  {split_key(addition.key)[1]} = {yaml_value(addition.value)}: {addition.note}")
+        )
     lines: list[str] = []
-    if known:
+    if without_counterpart:
         heading = "these decide what is trained, and the result is refused until each is removed from it"
-        lines += ["", f"unsupported: {heading}", *known]
+        lines += ["", f"unsupported: {heading}", *without_counterpart]
     if strangers:
         heading = (
             "not understood, in tables where any key may decide what is trained; the result is refused until each is "
@@ -185,10 +187,10 @@ def _note_of(entry: Entry) -> str:
     return _with_note(f"{entry.source} = {yaml_value(entry.value)}", entry)
 
 
-def _with_note(said: str, entry: Entry) -> str:
+def _with_note(line: str, entry: Entry) -> str:
     """A key and its note, which need not say the value once more."""
     note = entry.note.removeprefix(f"{yaml_value(entry.value)}: ")
-    return f"{said}: {note}" if note else said
+    return f"{line}: {note}" if note else line
 
 
 def _why(addition: Addition) -> str:
@@ -238,12 +240,12 @@ def _comment(text: str, indent: str = "") -> list[str]:
 
 def _entry_line(entry: Entry, name: str) -> str:
     where = f"{_clean(name)}:{entry.line}: " if name and entry.line is not None else ""
-    said = f"{where}{entry.source} = {yaml_value(entry.value)}"
+    line = f"{where}{entry.source} = {yaml_value(entry.value)}"
     if entry.faithful:
-        said += f" would be {_assignments(entry.faithful)}"
+        line += f" would be {_assignments(entry.faithful)}"
     elif entry.targets and entry.outcome is not Outcome.UNSUPPORTED:
-        said += f" -> {_assignments(entry.targets)}"
-    return _clean(_with_note(said, entry))
+        line += f" -> {_assignments(entry.targets)}"
+    return _clean(_with_note(line, entry))
 
 
 def _addition_line(addition: Addition) -> str:

@@ -38,13 +38,13 @@ def _rollout_devices(context: ConversionContext, leaf: KeyPath) -> Result:
     groups = None if named_devices(context, leaf) is None else facts.engines(context)
     if groups is None:
         return implicit("null: no devices are named")
-    (tp, pp, _), size, both = facts.engine_size(context), len(groups[0]), facts.overlaps(context)
+    (tp, pp, _), size, shared = facts.engine_size(context), len(groups[0]), facts.overlaps(context)
     note = f"{count(len(groups), 'engine')} of {count(size, 'device')}"
-    if both:
-        part = "all" if len(both) == len(facts.devices(context, "actor_train") or []) else f"{len(both)}"
+    if shared:
+        part = "all" if len(shared) == len(facts.devices(context, "actor_train") or []) else f"{len(shared)}"
         note += f"; {part} of actor_train's devices too: in turns"
     placed: Any = [group[0] for group in groups] if size == 1 else groups
-    return leaf.to(placed, len(groups), tp, pp, *(["time"] if both else []), note=note)
+    return leaf.to(placed, len(groups), tp, pp, *(["time"] if shared else []), note=note)
 
 
 def _engine_dimension(context: ConversionContext, leaf: KeyPath) -> Result:

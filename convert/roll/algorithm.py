@@ -66,9 +66,9 @@ def _choose(context: ConversionContext) -> dict[str, Any]:
 
 def _estimator(context: ConversionContext, leaf: KeyPath) -> Result:
     name = leaf.value
-    known = (*_ESTIMATORS, *_OTHER_ESTIMATORS)
-    if name not in known:
-        raise BadValue(f"expected one of {', '.join(known)}, got {shown(name)}")
+    names = (*_ESTIMATORS, *_OTHER_ESTIMATORS)
+    if name not in names:
+        raise BadValue(f"expected one of {', '.join(names)}, got {shown(name)}")
     if name in _OTHER_ESTIMATORS:
         return no_counterpart(reason("adv_estimator"))
     chosen = _choose(context)
@@ -182,11 +182,11 @@ def _our_variant(context: ConversionContext) -> str:
 
 
 def _loss_type(context: ConversionContext, leaf: KeyPath) -> Result:
-    known = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
-    if leaf.value in known:
+    names = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+    if leaf.value in names:
         return leaf.to(leaf.value)
     if leaf.value != "seq-mean-token-sum-norm":
-        raise BadValue(f"expected one of {', '.join(known)}, seq-mean-token-sum-norm, got {shown(leaf.value)}")
+        raise BadValue(f"expected one of {', '.join(names)}, seq-mean-token-sum-norm, got {shown(leaf.value)}")
     context.warn(
         "loss_agg_mode = seq-mean-token-sum-norm: ROLL divides the sum by the longest answer alone, here it is also "
         "divided by the number of samples: gradients are smaller by that number, which counts where they are clipped "

@@ -107,10 +107,10 @@ _fixed_in_infer = needs(f"{ROLE}.use_dynamic_batching_in_infer", "dynamic batchi
 
 
 def _sequence_parallel(context: ConversionContext, leaf: KeyPath) -> Result:
-    asked = leaf.value is not None and values.flag(leaf.value)
-    if asked and facts.mesh(context).tp == 1:
+    is_on = leaf.value is not None and values.flag(leaf.value)
+    if is_on and facts.mesh(context).tp == 1:
         return leaf.to(False, note="Megatron ignores it: tensor_model_parallel_size = 1 has one rank")
-    return leaf.to(asked)
+    return leaf.to(is_on)
 
 
 def _model_only(context: ConversionContext, leaf: KeyPath) -> Result:
@@ -165,8 +165,8 @@ def _accumulation(context: ConversionContext, leaf: KeyPath) -> Result:
     if batch > samples:
         shape = facts.mesh(context)
         per_device = context.integer(f"{ROLE}.training_args.per_device_train_batch_size", 8) or 1
-        steps, rest = divmod(samples * shape.model_ranks, per_device * shape.world)
-        remedy = "" if rest else f"; {steps} would make it one optimizer step"
+        steps, remainder = divmod(samples * shape.model_ranks, per_device * shape.world)
+        remedy = "" if remainder else f"; {steps} would make it one optimizer step"
         context.warn(
             f"the global batch {formula} is more than the {samples} samples of a rollout: ROLL would never "
             f"fill it; one optimizer step for the whole rollout is written{remedy}"
@@ -218,16 +218,18 @@ def _shares(context: ConversionContext, leaf: KeyPath) -> Result:
     )
     share, key = values.number(leaf.value), f"{POLICY}.domain_shares.{leaf.rest}"
     *others, last = domains
-    left = round(1.0 - math.fsum(values.number(domains[name]) for name in others), 12)
-    if leaf.rest != last or abs(left - share) <= 1e-6:
+    remainder = round(1.0 - math.fsum(values.number(domains[name]) for name in others), 12)
+    if leaf.rest != last or abs(remainder - share) <= 1e-6:
         return mapped((key, share))
-    if left <= 0:
-        raise BadValue(f"the other domains have {1.0 - left:g} in all and leave nothing for {last}, the last one")
+    if remainder <= 0:
+        raise BadValue(
+            f"the other domains have {1.0 - remainder:g} in all and leave nothing for {last}, the last one"
+        )
     context.warn(
         f"domain_interleave_probs do not add up to 1: ROLL gives {last}, the last domain, what the others leave of a "
-        f"batch, {left:g} in place of {share:g}"
+        f"batch, {remainder:g} in place of {share:g}"
     )
-    return mapped((key, left), note="ROLL gives the last domain what the others leave")
+    return mapped((key, remainder), note="ROLL gives the last domain what the others leave")
 
 
 def _tag(context: ConversionContext, leaf: KeyPath) -> Result:
@@ -280,10 +282,10 @@ def _role_size(context: ConversionContext, leaf: KeyPath) -> Result:
 
 
 def _role_sequence_parallel(context: ConversionContext, leaf: KeyPath) -> Result:
-    shape, asked = facts.mesh(context, role_of(leaf)), values.flag(leaf.value)
+    shape, is_on = facts.mesh(context, role_of(leaf)), values.flag(leaf.value)
     if shape.tp == 1:
         return implicit("no effect without tensor parallelism")
-    return implicit("the mesh is the policy's") if shape == facts.mesh(context) else leaf.to(asked)
+    return implicit("the mesh is the policy's") if shape == facts.mesh(context) else leaf.to(is_on)
 
 
 def _policy_dtype(context: ConversionContext) -> Any:

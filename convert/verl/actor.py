@@ -89,7 +89,7 @@ def _averaged_terms(context: ConversionContext) -> str:
         "entropy_coeff": bool(context.number(f"{ACTOR}.entropy_coeff", 0.0)),
         "use_kl_loss": context.flag(f"{ACTOR}.use_kl_loss"),
     }
-    return " and ".join(name for name, asked in has.items() if asked)
+    return " and ".join(name for name, is_on in has.items() if is_on)
 
 
 def _use_kl_loss(context: ConversionContext, leaf: KeyPath) -> Result:

@@ -39,9 +39,9 @@ _NOT_ALONE = {
 
 def _converted_estimator(context: ConversionContext, leaf: KeyPath) -> Result:
     if not isinstance(leaf.value, str) or leaf.value not in _ESTIMATORS:
-        known = ", ".join(_ESTIMATORS)
+        names = ", ".join(_ESTIMATORS)
         raise BadValue(
-            f"no estimator of this name has a counterpart, only {known}; one of your own is named by "
+            f"no estimator of this name has a counterpart, only {names}; one of your own is named by "
             f'{POLICY}.advantage_estimator = "path/to/file.py:function"'
         )
     if group_size(context) == 1 and (leaf.value in _ALONE or leaf.value in _NOT_ALONE):

@@ -132,12 +132,12 @@ def machines(context: ConversionContext) -> tuple[int, int]:
     Ray puts two small pools on one machine, for which verl has no key: here, where 8 GPUs are enough for both.
     """
     nodes, gpus = (context.integer("trainer.nnodes", 1) or 1, context.integer("trainer.n_gpus_per_node", 8) or 8)
-    more, theirs = rollout_gpus(context)
-    if more == 0:
+    rollout_nodes, rollout_gpus_per_node = rollout_gpus(context)
+    if rollout_nodes == 0:
         return nodes, gpus
-    if nodes == more and gpus + theirs <= 8:
-        return nodes, gpus + theirs
-    return nodes + more, max(gpus, theirs)
+    if nodes == rollout_nodes and gpus + rollout_gpus_per_node <= 8:
+        return nodes, gpus + rollout_gpus_per_node
+    return nodes + rollout_nodes, max(gpus, rollout_gpus_per_node)
 
 
 def rollout_replicas(context: ConversionContext) -> int:

@@ -73,8 +73,8 @@ class Mesh:
         """Stages of each rank: of another role than the policy only next to a mesh of its own."""
         size = 1 if leaf.value is None else values.integer(leaf.value)
         if self.ours != "policy":
-            if (found := self._own_mesh(context)).outcome is Outcome.IMPLICIT:
-                return found
+            if (own_mesh := self._own_mesh(context)).outcome is Outcome.IMPLICIT:
+                return own_mesh
         elif size == 1:
             return implicit("one stage per rank")
         return leaf.to(max(size, 1))
@@ -146,8 +146,8 @@ class Mesh:
         value = False if leaf.value is None else values.flag(leaf.value)
         if widths(context, self.role)["tp"] == 1:
             return implicit("no effect without tensor parallelism of its own")
-        if self.ours != "policy" and (found := self._own_mesh(context)).outcome is Outcome.IMPLICIT:
-            return found
+        if self.ours != "policy" and (own_mesh := self._own_mesh(context)).outcome is Outcome.IMPLICIT:
+            return own_mesh
         return leaf.to(value)
 
 

@@ -55,9 +55,9 @@ def _streamed_steps(context: ConversionContext) -> str:
 
 def _epochs_of(context: ConversionContext, leaf: KeyPath) -> Result:
     passes = values.integer(leaf.value)
-    other = "trainer.total_epochs" if leaf.key.startswith("rollout.") else "rollout.total_epochs"
+    other_key = "trainer.total_epochs" if leaf.key.startswith("rollout.") else "rollout.total_epochs"
     if context.kind == "rl" and is_streamed(context):
-        passes = min(passes, context.integer(other, passes) or passes)
+        passes = min(passes, context.integer(other_key, passes) or passes)
     return leaf.to(passes)
 
 
@@ -116,13 +116,13 @@ def _placed(context: ConversionContext, leaf: KeyPath) -> Result:
 
 def _logger(context: ConversionContext, leaf: KeyPath) -> Result:
     names = values.texts(leaf.value)
-    known = [name for name in names if name in _TRACKERS]
+    supported = [name for name in names if name in _TRACKERS]
     strange = [name for name in names if name not in _TRACKERS]
-    if not known:
+    if not supported:
         raise BadValue(f"expected some of {', '.join(_TRACKERS)}, got {shown(leaf.value)}")
     if strange:
-        context.warn(f"no support for {', '.join(strange)} as a tracker: {', '.join(known)} get the metrics")
-    return leaf.to(known, note=f"no support for {', '.join(strange)}" if strange else "")
+        context.warn(f"no support for {', '.join(strange)} as a tracker: {', '.join(supported)} get the metrics")
+    return leaf.to(supported, note=f"no support for {', '.join(strange)}" if strange else "")
 
 
 def _save_freq(context: ConversionContext, leaf: KeyPath) -> Result:
@@ -210,8 +210,8 @@ def other_engine_rules() -> tuple[Rule, ...]:
         key = f"engine.{name}"
         if table not in ("fsdp_config", "megatron", "veomni") or key in taken:
             continue
-        known = rules.get(key, replace(rule, key=key, also=()))
-        rules[key] = replace(known, also=(*known.also, rule.key))
+        engine_rule = rules.get(key, replace(rule, key=key, also=()))
+        rules[key] = replace(engine_rule, also=(*engine_rule.also, rule.key))
     return tuple(rules.values())
 
 
