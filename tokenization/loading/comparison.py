@@ -48,14 +48,14 @@ class Codec:
 def difference(codec: Codec, reference: Codec, texts: Iterable[str]) -> str:
     """The first of these texts that the two encode or decode otherwise, as a phrase; "": none."""
     for text in texts:
-        (ids, back), (right, expected) = codec.round_trip(text), reference.round_trip(text)
+        (ids, back), (expected_ids, expected) = codec.round_trip(text), reference.round_trip(text)
         if back != expected:
             show = ascii if _composed(back) == _composed(expected) else repr
             return f"{show(text)} comes back as {show(back)} instead of {show(expected)}"
-        if ids != right:
-            at = next((i for i, (x, y) in enumerate(zip(ids, right, strict=False)) if x != y), 0)
+        if ids != expected_ids:
+            at = next((i for i, (x, y) in enumerate(zip(ids, expected_ids, strict=False)) if x != y), 0)
             near = slice(at, at + 4)
-            return f"{text!r} has the ids {ids[near]} at token {at} instead of {right[near]}"
+            return f"{text!r} has the ids {ids[near]} at token {at} instead of {expected_ids[near]}"
     return ""
 
 

@@ -89,8 +89,8 @@ def _path(name: str, revision: str | None, file: str) -> Path | None:
         return directory / file if (directory / file).is_file() else None
     from transformers.utils import cached_file
 
-    found = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
+    path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return None if path is None else Path(path)
 
 
 def codec_of(tokenizer: Any, **decoding: bool) -> Codec:

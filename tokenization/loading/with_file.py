@@ -98,9 +98,9 @@ class _Reference:
 
     def learn(self, plain: Any) -> None:
         """The tokens that the settings add to the file's, and whether special ones are read in a text."""
-        known = _entries(self._tokenizer.get_added_tokens_decoder())
+        entries = _entries(self._tokenizer.get_added_tokens_decoder())
         for i, token in sorted(plain.added_tokens_decoder.items()):
-            if known.get(i) != repr(token):
+            if entries.get(i) != repr(token):
                 add = self._tokenizer.add_special_tokens if token.special else self._tokenizer.add_tokens
                 add([token])
         self._tokenizer.encode_special_tokens = plain.split_special_tokens
@@ -144,16 +144,16 @@ def _add_ends(source: TokenizerSource, reference: _Reference, tokenizer: Any) ->
     """Let BOS and EOS stand around a text where `add_bos_token` and `add_eos_token` say so, else as in the file."""
     ids = {kind: getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos")}
     ids = {kind: number for kind, number in ids.items() if number is not None}
-    acts, wanted = _ends(tokenizer.backend_tokenizer, ids), reference.ends(ids)
+    adds, must_add = _ends(tokenizer.backend_tokenizer, ids), reference.ends(ids)
     for kind in ids:
-        if isinstance(value := source.settings.get(f"add_{kind}_token"), bool) and value != wanted[kind]:
-            wanted[kind] = value
+        if isinstance(value := source.settings.get(f"add_{kind}_token"), bool) and value != must_add[kind]:
+            must_add[kind] = value
             warn(
                 f"{source.name}: add_{kind}_token = {json.dumps(value)} of {SETTINGS} acts, although the "
                 f"post-processor of {reference.name} says otherwise, by which transformers alone would go"
             )
-    if wanted != acts:
-        for kind, is_added in wanted.items():
+    if must_add != adds:
+        for kind, is_added in must_add.items():
             setattr(tokenizer, f"add_{kind}_token", is_added)
 
 
