@@ -227,7 +227,9 @@ def run(
         ("--rollout-array", rollout_array, target == "slurm", "--target slurm"),
         ("--apply", apply, target != "local", "--target slurm or kubernetes"),
     )
-    if alone := next(((name, other) for name, given, meant, other in dependent if given and not meant), None):
+    if alone := next(
+        ((name, required) for name, is_given, is_allowed, required in dependent if is_given and not is_allowed), None
+    ):
         raise LaunchError(f"{alone[0]} needs {alone[1]}", f"write {alone[1]}, or leave {alone[0]} out")
     configs, overrides = config or [], set_ or []
     if target != "local" and (head or resume is not None or dry_run):
@@ -243,8 +245,8 @@ def run(
     if target == "slurm":
         from launcher.targets import slurm
 
-        wanted = slurm.SlurmOptions(configs, overrides, output, sbatch or [], rollout_array, apply)
-        raise typer.Exit(slurm.write(wanted, os.environ))
+        options = slurm.SlurmOptions(configs, overrides, output, sbatch or [], rollout_array, apply)
+        raise typer.Exit(slurm.write(options, os.environ))
     with ended_at_once():
         from launcher.job.checked import check
         from launcher.job.request import Cluster, LaunchRequest

@@ -47,8 +47,8 @@ def _run(arguments: list[str]) -> None:
     except OSError as error:
         if error.strerror is None:
             raise
-        what = " cannot be written" if error.errno == errno.ENOSPC else ""
-        typer.echo(f"error: {error.filename or 'the output'}{what}: {error.strerror}", err=True)
+        fault = " cannot be written" if error.errno == errno.ENOSPC else ""
+        typer.echo(f"error: {error.filename or 'the output'}{fault}: {error.strerror}", err=True)
         sys.exit(EXIT_FAILED)
     except ValueError as error:
         from schema.config import ConfigError

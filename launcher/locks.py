@@ -38,11 +38,11 @@ def held_by_any(path: Path) -> bool:
 def has_open(pid: int, path: Path) -> bool:
     """Whether a process has a file open, as the one that holds its lock must. Raises OSError where it is another
     user's, which the system does not let us see, or one of the two is gone."""
-    meant = path.stat()
+    target = path.stat()
     for name in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):  # closed just now, or of a file system that does not answer
             opened = os.stat(f"/proc/{pid}/fd/{name}")
-            if (opened.st_dev, opened.st_ino) == (meant.st_dev, meant.st_ino):
+            if (opened.st_dev, opened.st_ino) == (target.st_dev, target.st_ino):
                 return True
     return False
 

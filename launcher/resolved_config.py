@@ -108,8 +108,8 @@ def _origins(loaded: LoadedConfig, path: tuple[str, ...]) -> list[Origin]:
     """The writers of a key and of what is in its table, in the order of the layers; empty: it is a default."""
     if writers := loaded.layers.writers(path):
         return sorted(writers, key=lambda origin: (origin.layer, origin.name))
-    other = _STANDS_IN.get(".".join(path))
-    written = loaded.layers.origin(tuple(other.split("."))) if other else None
+    replacement_key = _STANDS_IN.get(".".join(path))
+    written = loaded.layers.origin(tuple(replacement_key.split("."))) if replacement_key else None
     if written is None:
         return []
     plain = loaded.config.model_dump(mode="json")
@@ -119,5 +119,5 @@ def _origins(loaded: LoadedConfig, path: tuple[str, ...]) -> list[Origin]:
 def _where(origin: Origin) -> str:
     if origin.kind == "set":  # its text may hold a password
         return "--set"
-    known = [str(part) for part in (origin.name, origin.line, origin.column) if part is not None]
-    return ":".join(known)
+    parts = [str(part) for part in (origin.name, origin.line, origin.column) if part is not None]
+    return ":".join(parts)

@@ -62,8 +62,8 @@ def validate(
     bad_data = report is not None and bool(report.error)
     if report is not None and bad_data:
         bad = report.bad
-        other = [] if bad.first and bad.first[0] in report.error else [report.error]
-        problems = tuple(Problem("", text) for text in bad.first + other)
+        messages = [] if bad.first and bad.first[0] in report.error else [report.error]
+        problems = tuple(Problem("", text) for text in bad.first + messages)
         unlisted = bad.count - len(bad.first)
     if as_json:
         found_json = {

@@ -119,7 +119,7 @@ def _falls_short(conversion: Conversion) -> str:
     nearest = [entry.source for entry in conversion.entries if entry.faithful]
     nearest += [addition.key for addition in conversion.additions if addition.faithful is not None]
     short = {"unsupported": conversion.unsupported, "not understood": unknown, "nearest values": nearest}
-    return "; ".join(f"{what}: {printable(', '.join(keys))}" for what, keys in short.items() if keys)
+    return "; ".join(f"{shortfall}: {printable(', '.join(keys))}" for shortfall, keys in short.items() if keys)
 
 
 def _account(conversion: Conversion, text: str, problems: tuple[Problem, ...], unlisted: int) -> dict[str, Any]:
@@ -158,6 +158,6 @@ def _explain(
 def _cut(text: str) -> str:
     lines = text.split("\n")
     if len(lines) > MOST_LINES:
-        rest = f"and {len(lines) - MOST_LINES:,} more lines: the written TOML names every key"
-        text = "\n".join([*lines[:MOST_LINES], rest])
+        omission = f"and {len(lines) - MOST_LINES:,} more lines: the written TOML names every key"
+        text = "\n".join([*lines[:MOST_LINES], omission])
     return printable(text)

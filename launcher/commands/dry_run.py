@@ -213,10 +213,10 @@ def _process(
     if spec.role is Role.POLICY:
         secrets |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": FREE_PORT}
     threads = spec.env.get("COSMOS_CPU_THREADS")
-    what = WHAT.get(spec.name) or WHAT[str(spec.role)]
+    purpose = WHAT.get(spec.name) or WHAT[str(spec.role)]
     argv = (*(nsight.command(run.profiles, spec.name) if spec.profiled else ()), *spec.argv)
     return PlannedProcess(
-        spec.name, str(spec.role), what, argv, {**spec.env, **secrets}, _gpus(spec),
+        spec.name, str(spec.role), purpose, argv, {**spec.env, **secrets}, _gpus(spec),
         int(threads) if threads else None, *needs, spec.node,
     )  # fmt: skip
 

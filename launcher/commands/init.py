@@ -88,7 +88,7 @@ def lines(written: Written) -> list[str]:
     if not written.files:
         return [written.configuration.rstrip("\n")]
     return [
-        *(f"{path}: {what}" for path, what in written.files.items()),
+        *(f"{path}: {description}" for path, description in written.files.items()),
         *(f"note: {note}" for note in written.notes),
         "",
         *written.commands,
@@ -137,7 +137,7 @@ def start(request: InitRequest, env: Mapping[str, str]) -> Written:
             files[str(model_dir)] = "the model that it trains, 0.33M random parameters"
         request.output.write_text(text, encoding="utf-8")
         schema, reward = (request.output.with_name(name) for name in (SCHEMA_FILE, REWARD_FILE))
-        files |= {str(schema): what} if (what := _write_schema(schema)) else {}
+        files |= {str(schema): description} if (description := _write_schema(schema)) else {}
         files |= {} if recipe.supervised else {str(reward): _write_reward(request.output)}
     except OSError as error:
         raise LaunchError(f"{error.filename or request.output} cannot be written: {error.strerror}") from None

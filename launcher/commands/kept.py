@@ -109,5 +109,5 @@ def replay(
 
     recorded_run = run_below(run, named=True)
     _need_torch()
-    wanted = ReplayOptions(recorded_run, first_step, steps, repeat, set_ or [], as_json)
-    raise typer.Exit(run_replay(wanted, os.environ))
+    options = ReplayOptions(recorded_run, first_step, steps, repeat, set_ or [], as_json)
+    raise typer.Exit(run_replay(options, os.environ))

@@ -106,8 +106,8 @@ def stop(
     from launcher.commands.stop import stop as stop_job
 
     target = _find(targets, set_)
-    said = stop_job(target, now=now, wait=wait)
-    report(as_json, f"{target.name}: {said}", job=target.name, result=said)
+    outcome = stop_job(target, now=now, wait=wait)
+    report(as_json, f"{target.name}: {outcome}", job=target.name, result=outcome)
 
 
 def pause(targets: Targets = None, set_: Overrides = None, as_json: AsJson = False) -> None:
@@ -208,14 +208,14 @@ def profile(
     request = ProfileRequest(
         request_id=secrets.token_hex(12), first_step=first_step, steps=steps, warmup=warmup, ranks=rank or []
     )
-    asked = target.ask(api.profile(trainer.replica_id, request))
-    which = "the next" if asked.first_step is None else f"from step {asked.first_step} on"
-    count = "1 step" if asked.steps == 1 else f"{asked.steps} steps"
-    said = f"{target.name}: a profile of {count}, {which}, after {asked.warmup} of warm-up, is asked for"
+    requested = target.ask(api.profile(trainer.replica_id, request))
+    which = "the next" if requested.first_step is None else f"from step {requested.first_step} on"
+    count = "1 step" if requested.steps == 1 else f"{requested.steps} steps"
+    message = f"{target.name}: a profile of {count}, {which}, after {requested.warmup} of warm-up, is asked for"
     if not (wait and as_json):
-        report(as_json, said, **asked.model_dump(mode="json"))
+        report(as_json, message, **requested.model_dump(mode="json"))
     if wait:
-        written = _wait_for_profile(target, asked, wait)
+        written = _wait_for_profile(target, requested, wait)
         report(as_json, "\n".join(_written(written)), **written.model_dump(mode="json"))
 
 
@@ -227,10 +227,10 @@ def _written(profile: ProfileStatus) -> list[str]:
     return [*lines, HOW_TO_OPEN]
 
 
-def _wait_for_profile(target: RemoteJob, asked: ProfileStatus, wait: float) -> ProfileStatus:
+def _wait_for_profile(target: RemoteJob, requested: ProfileStatus, wait: float) -> ProfileStatus:
     from controller.client import calls as api
 
-    give_up, newest = time.monotonic() + wait, asked
+    give_up, newest = time.monotonic() + wait, requested
     while newest.state != "written":
         if newest.state == "failed":
             hint = "the trainer's log, logs/policy-*.log of the run, says more; then ask for another one"
@@ -250,7 +250,7 @@ def _wait_for_profile(target: RemoteJob, asked: ProfileStatus, wait: float) -> P
             if isinstance(error, NotServingError):
                 continue
             raise
-        current = next((info for info in profiles if info.profile_id == asked.profile_id), None)
+        current = next((info for info in profiles if info.profile_id == requested.profile_id), None)
         if current is None:
             raise LaunchError("no profile: the trainer was started again", "ask for another one", EXIT_FAILED)
         newest = current
@@ -288,8 +288,8 @@ def drain(
     if chosen[0].state in ("left", "lost"):
         raise LaunchError(f"{replica} has state {chosen[0].state} already", "nothing is left to drain", EXIT_FAILED)
     job.ask(api.drain(chosen[0].replica_id))
-    said = f"{chosen[0].name} is draining; `cosmos-launch status` shows when it has left"
-    report(as_json, said, replica=chosen[0].name, draining=True)
+    message = f"{chosen[0].name} is draining; `cosmos-launch status` shows when it has left"
+    report(as_json, message, replica=chosen[0].name, draining=True)
 
 
 def scale(
@@ -319,11 +319,11 @@ def scale(
     count = _replicas(replicas)
     job = _find([target] if target else None, None)
     now = job.ask(api.scale(count))
-    what = "by request, until `cosmos-launch scale auto`" if now.manual else "for now: the number follows the need"
+    basis = "by request, until `cosmos-launch scale auto`" if now.manual else "for now: the number follows the need"
     present = f"{now.replicas} {'is' if now.replicas == 1 else 'are'} there"
     noun = "replica" if now.desired == 1 else "replicas"
-    said = f"{job.name}: {now.desired} rollout {noun} {what}; {present}"
-    report(as_json, said, job=job.name, **now.model_dump(mode="json"))
+    message = f"{job.name}: {now.desired} rollout {noun} {basis}; {present}"
+    report(as_json, message, job=job.name, **now.model_dump(mode="json"))
 
 
 def _replicas(text: str) -> int | None:
@@ -349,8 +349,8 @@ def _operate(target: RemoteJob, action: Any, as_json: bool, *, silent: bool = Fa
     from controller.client import calls as api
 
     done = target.ask(api.operate(action))
-    what = "a checkpoint is saved after this step" if action == "checkpoint" else str(done.phase)
+    outcome = "a checkpoint is saved after this step" if action == "checkpoint" else str(done.phase)
     if not silent:
-        said = f"{target.name}: {what} (step {done.step} of {done.total_steps})"
-        report(as_json, said, job=target.name, phase=str(done.phase), step=done.step, total_steps=done.total_steps)
+        message = f"{target.name}: {outcome} (step {done.step} of {done.total_steps})"
+        report(as_json, message, job=target.name, phase=str(done.phase), step=done.step, total_steps=done.total_steps)
     return done.step

@@ -141,10 +141,10 @@ class PlottedCurves:
         course = event_file.course(event_file.read(event_file.path_of(path)))
         if not course.steps:  # a run of a version that wrote no events
             course = event_file.Course.from_records(run.summary() or {})
-        here = run.launcher()
-        now = sum(float(here.get(name, 0.0)) * sign for name, sign in (("seen_at", 1), ("started_at", -1)))
+        launcher = run.launcher()
+        now = sum(float(launcher.get(name, 0.0)) * sign for name, sign in (("seen_at", 1), ("started_at", -1)))
         seconds = run.earlier()["elapsed_s"] + now
-        return cls(path, run.written_config() or {}, here, course, seconds)
+        return cls(path, run.written_config() or {}, launcher, course, seconds)
 
     @property
     def name(self) -> str:
@@ -232,8 +232,8 @@ def draw(runs: list[PlottedCurves], output: Path) -> None:
 
 
 def _held_out(axis: Axes, run: PlottedCurves, color: str, *, labelled: bool) -> None:
-    known = [(record.version, record.value) for record in run.course.validations]
-    points = [(version, score) for version, score in known if score is not None]
+    scores = [(record.version, record.value) for record in run.course.validations]
+    points = [(version, score) for version, score in scores if score is not None]
     percent = all(record.loss is None for record in run.course.validations)
     axis.plot([version for version, _ in points], [score for _, score in points], marker="o", color=color)
     for version, score in points if labelled else []:

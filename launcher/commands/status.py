@@ -121,7 +121,7 @@ def _alive(target: RemoteJob, ending: bool) -> dict[str, Any]:
     if not target.address():
         return {"state": "ending" if ending else "starting"}
     try:
-        asked = _ask(target)
+        answer = _ask(target)
     except LaunchError as error:
         if ending:
             return {"state": "ending"}
@@ -129,7 +129,7 @@ def _alive(target: RemoteJob, ending: bool) -> dict[str, Any]:
             raise
         state = "waiting" if isinstance(error, NotServingError) else "unreachable"
         return {"state": state, "error": error.message}
-    return {**asked, "state": "ending" if ending else "running"}
+    return {**answer, "state": "ending" if ending else "running"}
 
 
 _PATIENCE = {
@@ -229,7 +229,7 @@ def lines(facts: Mapping[str, Any], now: float | None = None) -> list[str]:
         text.append(f"  controller: {facts['error']}")
     if facts["next"]:
         text.append(f"next: {facts['next']}")
-    return [one_line(said) for said in text]
+    return [one_line(line) for line in text]
 
 
 def _title(facts: Mapping[str, Any]) -> str:
@@ -315,7 +315,7 @@ def why_lines(facts: Mapping[str, Any]) -> list[str]:
         text += [f"  alarm: {alarm}" for alarm in history["alarms"].values()]
     if facts["run_dir"] is not None:
         text += _last_events(facts["run_dir"])
-    return [one_line(said) for said in text]
+    return [one_line(line) for line in text]
 
 
 def _last_events(run_dir: str) -> list[str]:
@@ -387,7 +387,7 @@ def _process_lines(facts: Mapping[str, Any], now: float) -> list[str]:
     for end in deaths[-3:]:
         ago = f" ({duration(now - end['at'])} ago)" if facts["alive"] else ""
         text.append(f"  died: {_clock(end['at'])}{ago} {end['process']}: {end['what']}; its log: {end['log']}")
-        text += [f"    │ {said}" for said in end["lines"][-1:]]
+        text += [f"    │ {line}" for line in end["lines"][-1:]]
     return text
 
 

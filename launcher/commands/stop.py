@@ -71,11 +71,11 @@ def _ask_to_stop(target: RemoteJob, run: RunDir) -> str:
 
 
 def _stop_without_launcher(target: RemoteJob, run: RunDir, now: bool) -> str:
-    left = run.leaving()
-    if not left:
+    leaving = run.leaving()
+    if not leaving:
         raise no_controller(target)
     if not now:
-        return f"its launcher is gone already ({', '.join(left)} left to end)"
+        return f"its launcher is gone already ({', '.join(leaving)} left to end)"
     count = signal_keepers(run, signal.SIGINT)
     if not count and not _gone(run, AGAIN):
         raise LaunchError(
@@ -114,9 +114,9 @@ def _gone(run: RunDir, seconds: float) -> bool:
 
 
 def _not_over(run: RunDir, seconds: float) -> LaunchError:
-    left = [*(["launcher"] if run.is_alive() else []), *run.leaving()]
+    running = [*(["launcher"] if run.is_alive() else []), *run.leaving()]
     return LaunchError(
-        f"{run.path} has not ended within {seconds:g} s; still there: {', '.join(left)}",
+        f"{run.path} has not ended within {seconds:g} s; still there: {', '.join(running)}",
         f"wait longer (launcher.shutdown_timeout bounds it), or `cosmos-launch stop {run.path} --now`",
         EXIT_FAILED,
     )

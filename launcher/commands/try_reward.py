@@ -60,11 +60,11 @@ def try_reward(
 
     if completion is not None and answers is not None:
         raise LaunchError("--completion and --answers exclude each other")
-    given = None if answers is None else list(read_answers(answers))[:rows]
-    if given == []:
+    own_answers = None if answers is None else list(read_answers(answers))[:rows]
+    if own_answers == []:
         raise LaunchError(f"{answers} holds no answer")
     data, weights = _settings(config, set_ or [], os.environ)
-    count = len(given) if given is not None else rows or 3
+    count = len(own_answers) if own_answers is not None else rows or 3
     with ended_by_exit(), tempfile.TemporaryDirectory(prefix="cosmos-try-") as name:
         directory = Path(name)
         (directory / "data").mkdir()
@@ -72,10 +72,10 @@ def try_reward(
         rewards = data["reward"]["environment"]
         run_step(directory, "controller.data.first_rows", ["--rows", str(count)], READING, rewards=rewards)
         read = [json.loads(line) for line in _lines(directory / "data" / "rows.jsonl")]
-        if given is not None and len(read) < count:
+        if own_answers is not None and len(read) < count:
             raise LaunchError(f"{answers} has {count} answers, and the training data {len(read)} rows")
         alike = None if completion is None else {"given": completion}
-        tried = given if given is not None else [alike or examples(row) for row in read]
+        tried = own_answers if own_answers is not None else [alike or examples(row) for row in read]
         scored, printed = _score(directory, data, read, tried)
     if as_json:
         print_json({"functions": weights, "answers": scored, "printed": printed})
@@ -139,9 +139,9 @@ def _settings(
         loaded = load(paths, [*overrides, f'{_MODEL}="any/model"'], env)
     config = loaded.config
     if config.is_evaluation or not config.is_grpo:
-        what = "is an evaluation" if config.is_evaluation else "trains on conversations, without rewards"
+        reason = "is an evaluation" if config.is_evaluation else "trains on conversations, without rewards"
         hint = f"cosmos-launch --config {paths[0]} scores its answers" if config.is_evaluation else ""
-        raise LaunchError(f"{paths[0]} {what}", hint)
+        raise LaunchError(f"{paths[0]} {reason}", hint)
     if unset := unset_variables(config, env):
         raise ConfigError(loaded.placed(unset))
     data = resolved(config)
@@ -159,8 +159,8 @@ def _score(
     lines_ = [json.dumps({**row, "responses": list(texts.values())}) for row, texts in zip(rows, tried, strict=True)]
     (directory / "data" / "evaluation.jsonl").write_text("\n".join(lines_) + "\n", encoding="utf-8")
     limit = STARTING + data["reward"]["timeout"] * sum(map(len, tried))
-    given = data["reward"]["environment"]
-    said = run_step(directory, "rollout_worker.evaluate", [], limit, result="scores.jsonl", rewards=given)
+    environment = data["reward"]["environment"]
+    output = run_step(directory, "rollout_worker.evaluate", [], limit, result="scores.jsonl", rewards=environment)
     scored = []
     for line, texts in zip(_lines(directory / "scores.jsonl"), tried, strict=True):
         scores = json.loads(line)
@@ -168,7 +168,7 @@ def _score(
         for (kind, text), rewards, score, seconds, error in zip(texts.items(), *columns, strict=True):
             values = {"rewards": rewards, "score": score, "seconds": seconds, "error": error}
             scored.append({"row": scores["key"], "kind": kind, "completion": text, **values})
-    return scored, not_logged(said)[-MOST_PRINTED:]
+    return scored, not_logged(output)[-MOST_PRINTED:]
 
 
 def lines(
@@ -180,9 +180,9 @@ def lines(
     heads = "".join(f"  {title:>{size}}" for title, size in zip(titles, sizes, strict=True))
     errors: dict[str, int] = {}
     for row in rows:
-        asked = row["prompt"]
-        asked = asked if isinstance(asked, str) else str(asked[-1].get("content", "")) if asked else ""
-        yield f"{row['key']}: {_cut(asked, 90)}"
+        prompt = row["prompt"]
+        prompt = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) if prompt else ""
+        yield f"{row['key']}: {_cut(prompt, 90)}"
         yield f"  the row has {', '.join(row)}"
         if isinstance(row.get("columns"), dict):
             yield f'  row["columns"] has {", ".join(row["columns"])}'

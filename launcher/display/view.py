@@ -186,10 +186,10 @@ def sentence(view: View) -> str:
 def sample_line(record: SampleRecord) -> str:
     """A sample in two short lines: what was asked, and what was answered and paid for it."""
     paid = FAILED_ONE if record.score is None else f"{record.score:.3g}"
-    asked, answer = (one_line(text.strip()) for text in (record.prompt, record.answer))
-    asked = asked if len(asked) <= SAMPLE_WIDTH else "…" + asked[-SAMPLE_WIDTH:]
+    prompt, answer = (one_line(text.strip()) for text in (record.prompt, record.answer))
+    prompt = prompt if len(prompt) <= SAMPLE_WIDTH else "…" + prompt[-SAMPLE_WIDTH:]
     answer = answer if len(answer) <= SAMPLE_WIDTH else answer[:SAMPLE_WIDTH] + "…"
-    return f"step {record.step}, paid {paid}: {asked}\n→ {answer}"
+    return f"step {record.step}, paid {paid}: {prompt}\n→ {answer}"
 
 
 def _training_rows(view: View, status: JobStatus) -> list[tuple[str, str]]:
@@ -234,8 +234,10 @@ SHOWN_METRICS = (
 
 
 def _policy(status: JobStatus) -> str:
-    known = status.metrics
-    return ", ".join(f"{name} {form.format(known[key])}" for name, key, form in SHOWN_METRICS if key in known) or "–"
+    metrics = status.metrics
+    return (
+        ", ".join(f"{name} {form.format(metrics[key])}" for name, key, form in SHOWN_METRICS if key in metrics) or "–"
+    )
 
 
 def members_text(status: JobStatus) -> str:

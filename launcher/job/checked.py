@@ -27,8 +27,8 @@ class Checked:
     @property
     def resumes(self) -> bool:
         """Whether the start continues a run, where there is one."""
-        asked = self.request.resume is not None or self.config.train.resume is True
-        return asked and not self.config.is_evaluation
+        is_requested = self.request.resume is not None or self.config.train.resume is True
+        return is_requested and not self.config.is_evaluation
 
 
 def check(request: LaunchRequest, *, joins: bool = False) -> Checked:

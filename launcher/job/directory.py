@@ -27,8 +27,8 @@ class FinishedError(Exception):
         """The message about it."""
         run, model = self.run, self.summary.get("final_model")
         steps = (self.summary.get("status") or {}).get("total_steps")
-        known = f" its {steps} steps" if steps is not None else ""
-        lines = [f"{run.path} has finished{known}: nothing to resume"]
+        length = f" its {steps} steps" if steps is not None else ""
+        lines = [f"{run.path} has finished{length}: nothing to resume"]
         if model:
             lines += [
                 f"its model is in {model}; to train it further, start a run of its own:",

@@ -64,10 +64,10 @@ async def _step(
 
     def show() -> None:
         nonlocal shown
-        said = " ".join(tail(log_file, 1))
-        if said and said != shown:
-            shown = said
-            screen.event(said.partition(": ")[2] or said)
+        last_line = " ".join(tail(log_file, 1))
+        if last_line and last_line != shown:
+            shown = last_line
+            screen.event(last_line.partition(": ")[2] or last_line)
 
     number = await attended(supervised.done.wait(), interrupts, show)
     if number is not None:

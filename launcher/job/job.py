@@ -221,8 +221,8 @@ class Job:
         """Wait for the preparation; the supervisor's verdict if it failed, which ends the job."""
         log_file = self.plan.run.logs / "data.log"
         while not data.done.is_set():
-            said = tail(log_file, 1)
-            self.view.stage = "preparing data" + (f": {said[0][:100]}" if said else "")
+            last_lines = tail(log_file, 1)
+            self.view.stage = "preparing data" + (f": {last_lines[0][:100]}" if last_lines else "")
             try:
                 async with asyncio.timeout(POLL / 2):
                     await data.done.wait()
@@ -235,17 +235,17 @@ class Job:
         return None
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
-        config, here = self.plan.config, {"COSMOS_NODE_ADDRESS": self.plan.site.address}
-        secrets_ = here | self.own(spec, config.controller.tls_ca)
+        config, node_variables = self.plan.config, {"COSMOS_NODE_ADDRESS": self.plan.site.address}
+        secrets_ = node_variables | self.own(spec, config.controller.tls_ca)
         return spec.environment(config, self.plan.env, secrets_)
 
     def own(self, spec: ProcessSpec, tls_ca: str = "") -> dict[str, str]:
         """The secrets and addresses that a process gets, wherever it runs. tls_ca: which a node has of its own."""
         plan, redis = self.plan, self.plan.redis
-        given = environment(spec.role, plan.tokens, plan.site.url, redis.url, redis.password, tls_ca)
+        variables = environment(spec.role, plan.tokens, plan.site.url, redis.url, redis.password, tls_ca)
         if spec.role is Role.ROLLOUT:
-            given["COSMOS_REPLICA_SECRET"] = self._secrets.setdefault(spec.name, secrets.token_urlsafe(32))
-        return given
+            variables["COSMOS_REPLICA_SECRET"] = self._secrets.setdefault(spec.name, secrets.token_urlsafe(32))
+        return variables
 
     # ---- what the supervisor asks (Observer) --------------------------------------------------------------
 
@@ -344,10 +344,10 @@ class Job:
         stopping, begun = asyncio.create_task(self.supervisor.stop(chosen)), time.monotonic()
         try:
             while not (await asyncio.wait({stopping}, timeout=POLL))[0]:
-                left = [kept.replica.name for kept in self.supervisor.running(chosen)]
+                pending = [kept.replica.name for kept in self.supervisor.running(chosen)]
                 remaining = max(0.0, self._grace - (time.monotonic() - begun))
                 self.view.notice = (
-                    f"waiting for {', '.join(left)}: {duration(remaining)} until they are killed; "
+                    f"waiting for {', '.join(pending)}: {duration(remaining)} until they are killed; "
                     "Ctrl-C kills them now"
                 )
         finally:

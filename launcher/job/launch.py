@@ -129,9 +129,9 @@ async def _nodes(start: RunStart, head: HeadAddress, early: Sequence[int]) -> As
     from launcher.nodes.head import NodeServer, Terms
 
     config, env = start.checked.config, start.checked.request.env
-    wanted = config.controller
-    port, chosen = wanted.port or free_port(""), "host" in wanted.model_fields_set
-    tls = server_context(wanted.tls_cert, wanted.tls_key) if wanted.tls_cert else None
+    controller = config.controller
+    port, chosen = controller.port or free_port(""), "host" in controller.model_fields_set
+    tls = server_context(controller.tls_cert, controller.tls_key) if controller.tls_cert else None
     named = reachable_elsewhere(config) if chosen else head.host
     terms = Terms(config, start.run, facts(config, env), (named, port), tls)
     server = NodeServer(head, terms, start.screen.event)
@@ -139,5 +139,5 @@ async def _nodes(start: RunStart, head: HeadAddress, early: Sequence[int]) -> As
         machines = await server.gather(early)
         # A certificate is for a name; without one the address by which nodes came is surely reachable.
         name = named if chosen or tls else server.address
-        listens = wanted.host if chosen else server.address
+        listens = controller.host if chosen else server.address
         yield server, Site(listens, port, url_of(config, name, port), server.address, machines)

@@ -70,8 +70,8 @@ class LauncherLog:
         if exit_.replica.role is Role.DATA and exit_.code == EXIT_OK:
             return
         lines = list(exit_.lines[-MOST_LINES:])
-        what = exit_.how if exit_.code != EXIT_OK else "in order"
-        self.ends.append(LoggedEnd(time.time(), exit_.process, exit_.code, what, str(exit_.log_file), lines))
+        reason = exit_.how if exit_.code != EXIT_OK else "in order"
+        self.ends.append(LoggedEnd(time.time(), exit_.process, exit_.code, reason, str(exit_.log_file), lines))
 
     def write(self, stage: str, replicas: Iterable[Supervised]) -> None:
         """Write the file if something has changed, or if it is time for a sign of life."""

@@ -48,13 +48,13 @@ class RemoteJob:
         """Where its controller listens; empty while there is none yet, and for a run without a launcher."""
         if self.run is None:
             return self.url
-        holder, found = self.run.holder(), self.run.read_of_owner(self.run.controller_json)
-        if found is None or "url" not in found or not self.run.is_alive():
+        holder, endpoint = self.run.holder(), self.run.read_of_owner(self.run.controller_json)
+        if endpoint is None or "url" not in endpoint or not self.run.is_alive():
             return ""
         written = self.run.controller_json.stat().st_mtime
         if holder is not None and written < holder.since - CLOCK_SLACK:
             return ""  # of an earlier start; by now another program may have the port
-        return str(found["url"])
+        return str(endpoint["url"])
 
     def ask(self, call: Call[T]) -> T:
         """Send one call. Raises LaunchError without a controller, a token or an answer."""
@@ -147,8 +147,8 @@ def _run_of(targets: Sequence[str], overrides: Sequence[str], env: Mapping[str, 
 def run_below(path: Path, *, named: bool) -> RunDir:
     """The run in a directory, or the newest one below it. `named`: whether the user wrote its name."""
     if not path.is_dir():
-        what = f"{path} does not exist" if named else f"no {DEFAULT_OUTPUT} here"
-        raise LaunchError(what, "name a run directory, a configuration or the URL of a controller")
+        fault = f"{path} does not exist" if named else f"no {DEFAULT_OUTPUT} here"
+        raise LaunchError(fault, "name a run directory, a configuration or the URL of a controller")
     path = path.absolute()
     if not os.access(path, os.R_OK | os.X_OK):
         raise LaunchError(

@@ -77,14 +77,14 @@ class ConfigChanges:
     now: str
 
 
-def replay(wanted: ReplayOptions, env: Mapping[str, str]) -> int:
+def replay(options: ReplayOptions, env: Mapping[str, str]) -> int:
     """Train, show, and answer the exit code; an interrupt ends it. Logs of a failure stay.
 
     Raises ConfigError, LaunchError before anything starts, see `read_config`, `survey`, `placement.replay`.
     """
-    run = wanted.run
-    config, changes = read_config(run, wanted.overrides, env)
-    recorded = survey(run, wanted.first, wanted.count)
+    run = options.run
+    config, changes = read_config(run, options.overrides, env)
+    recorded = survey(run, options.first, options.count)
     first = min(recorded)
     if run.is_alive():
         _complain(f"note: {run.path} is running: its batches are read as they are now, and it may remove them")
@@ -96,7 +96,7 @@ def replay(wanted: ReplayOptions, env: Mapping[str, str]) -> int:
         (directory / "output.jsonl").touch()
         arguments = {
             "config": directory / "config.json", "output": directory / "output.jsonl",
-            "first-step": first, "steps": len(recorded), "repeat": wanted.repeat,
+            "first-step": first, "steps": len(recorded), "repeat": options.repeat,
         }  # fmt: skip
         spelled = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
         ranks = recorded[first].ranks
@@ -104,7 +104,7 @@ def replay(wanted: ReplayOptions, env: Mapping[str, str]) -> int:
             replica = placement.replay(config, find_machine(env), ranks, [str(run.path), *spelled])
         except PlacementError as error:
             raise ConfigError([error.problem]) from None
-        screen = ReplayScreen(str(run.path), recorded, changes, wanted.as_json)
+        screen = ReplayScreen(str(run.path), recorded, changes, options.as_json)
         setting = Setting(
             Folders(directory, directory, run.profiles),
             nsight.grace(config),
@@ -169,8 +169,8 @@ def survey(run: RunDir, first: int | None, count: int | None) -> dict[int, Facts
     for step, fact in facts.items():
         if fact.job_id != (job or job_then):
             path = batch_file.path_of(folder, step)
-            other = f"this run is {job}" if job else f"step {chosen[0]} is of {job_then}"
-            raise LaunchError(f"{path} is of job {fact.job_id}, {other}", "put it where it belongs")
+            actual = f"this run is {job}" if job else f"step {chosen[0]} is of {job_then}"
+            raise LaunchError(f"{path} is of job {fact.job_id}, {actual}", "put it where it belongs")
     return facts
 
 
@@ -329,8 +329,8 @@ def text_of(record: Mapping[str, Any]) -> str:
     """A record for people."""
     if record["event"] == "begin":
         steps = record["steps"]
-        what = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-        whole = f"{record['run']}: {what} on {_ranks(record['ranks'])}, from {record['weights']}"
+        steps_text = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+        whole = f"{record['run']}: {steps_text} on {_ranks(record['ranks'])}, from {record['weights']}"
         if record["comparable"]:
             return f"{whole}\nnumbers can be compared with those of the run"
         return f"{whole}\nnumbers cannot be compared with those of the run: {'; '.join(record['differs'])}"

@@ -84,11 +84,11 @@ class LocalScaling:
         if status.final:
             return
         infos = [info for info in await self._link.ask(api.replicas()) if info.role == "rollout"]
-        here = {info.name: info for info in infos if info.state in ("live", "draining")}
-        foreign = sum(name not in self._replicas for name in here)
+        present = {info.name: info for info in infos if info.state in ("live", "draining")}
+        foreign = sum(name not in self._replicas for name in present)
         running = {kept.replica.name for kept in self._supervisor.running(self._replicas)}
         self.leaving &= running
-        leases = {name: info.leases for name, info in here.items()}
+        leases = {name: info.leases for name, info in present.items()}
         if self.over:
             return
         change = changes(status.desired - foreign, [*self._replicas], running, self.leaving, leases)
@@ -97,10 +97,10 @@ class LocalScaling:
         for name in change.start:
             self._supervisor.launch(self._replicas[name])
         for name in change.end:
-            await self._end(name, here.get(name))
+            await self._end(name, present.get(name))
         for name in self.leaving.difference(change.end):  # one that crashed meanwhile is there again
-            if name in here and here[name].state == "live":
-                await self._end(name, here[name])
+            if name in present and present[name].state == "live":
+                await self._end(name, present[name])
         self._say_short(status.desired - foreign - len(running | {*change.start}) + len(self.leaving))
 
     async def _end(self, name: str, info: ReplicaInfo | None) -> None:

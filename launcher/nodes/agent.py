@@ -69,9 +69,9 @@ async def run_node(joining: Joining, event: Callable[[str], None]) -> int:
 
 async def _be_node(joining: Joining, event: Callable[[str], None]) -> int:
     """Join, and join again when the head is lost. Cancelled: this machine leaves."""
-    known, unsteady_since = facts(joining.config, joining.env), float("inf")
+    own_facts, unsteady_since = facts(joining.config, joining.env), float("inf")
     while True:
-        node = await _join_once(joining, known, event)
+        node = await _join_once(joining, own_facts, event)
         joined = time.monotonic()
         if (code := await node.run()) is not None:
             return code
@@ -87,15 +87,15 @@ async def _be_node(joining: Joining, event: Callable[[str], None]) -> int:
         await asyncio.sleep(LOOK)
 
 
-async def _join_once(joining: Joining, known: Mapping[str, str], event: Callable[[str], None]) -> Node:
+async def _join_once(joining: Joining, own_facts: Mapping[str, str], event: Callable[[str], None]) -> Node:
     """Try until the head takes this machine in. Raises LaunchError after `controller.start_timeout`."""
     config, head = joining.config, joining.head
     patience, place = config.controller.start_timeout, place_of(config, head)
     give_up, held = time.monotonic() + patience, 0.0
-    said = set[str]()
+    reported = set[str]()
     while True:
         try:
-            return await _handshake(joining, known, place, event)
+            return await _handshake(joining, own_facts, place, event)
         except RefusedError as error:
             refusal, held = error.refusal, held or time.monotonic()
             # A node that died a moment ago is believed to be there until its silence is noticed.
@@ -106,9 +106,9 @@ async def _join_once(joining: Joining, known: Mapping[str, str], event: Callable
             trouble = refusal.reason
         except (LinkClosedError, AnnouncementError, OrderError, OSError, TimeoutError) as error:
             trouble, held = _in_words(error), 0.0
-        if trouble not in said and len(said) < TROUBLES:
+        if trouble not in reported and len(reported) < TROUBLES:
             event(f"waiting for the head at {head}: {trouble}")
-            said.add(trouble)
+            reported.add(trouble)
         if time.monotonic() >= give_up:
             raise LaunchError(
                 f"{socket.gethostname()} could not join the head at {head} in {patience:g} s: {trouble}",
@@ -129,7 +129,9 @@ def _in_words(error: Exception) -> str:
     return str(error) or f"no answer in {CONNECT:g} s: is a firewall in between?"
 
 
-async def _handshake(joining: Joining, known: Mapping[str, str], place: Path, event: Callable[[str], None]) -> Node:
+async def _handshake(
+    joining: Joining, own_facts: Mapping[str, str], place: Path, event: Callable[[str], None]
+) -> Node:
     announced = Announcement.read(place)
     config, head = joining.config, joining.head
     context: ssl.SSLContext | None = None
@@ -145,7 +147,7 @@ async def _handshake(joining: Joining, known: Mapping[str, str], place: Path, ev
             link.send(
                 m.Hello(
                     node=joining.number, host=socket.gethostname(), address=link.address, pid=os.getpid(),
-                    clock=time.time(), machine=joining.machine, facts=dict(known),
+                    clock=time.time(), machine=joining.machine, facts=dict(own_facts),
                 )
             )  # fmt: skip
             challenge = await link.expect(m.Challenge)

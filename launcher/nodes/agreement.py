@@ -46,16 +46,16 @@ def facts(config: Config, env: Mapping[str, str]) -> dict[str, str]:
     return digests | {key: _digest(json.dumps(value, sort_keys=True).encode()) for key, value in values.items()}
 
 
-def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str]:
+def difference(head_facts: Mapping[str, str], node_facts: Mapping[str, str]) -> tuple[str, str]:
     """Name what another machine has differently, and the remedy; empty where nothing is."""
-    unlike = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    unlike = [name for name in {**head_facts, **node_facts} if head_facts.get(name) != node_facts.get(name)]
     if not unlike:
         return "", ""
     first = unlike[0]
     if first == "code":
         return "its code of cosmos-launch is another one", "install the same version on every machine"
     if first == "python" or first in PACKAGES:
-        has, head = theirs.get(first, ABSENT), ours.get(first, ABSENT)
+        has, head = node_facts.get(first, ABSENT), head_facts.get(first, ABSENT)
         return f"{first} is {has} there and {head} on the head", "install the same versions on every machine"
     if first == "model":
         return (
@@ -71,9 +71,9 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str,
     )
 
 
-def clocks_apart(ours: float, theirs: float) -> str:
+def clocks_apart(head_seconds: float, node_seconds: float) -> str:
     """How far two clocks differ, in words, if it is too much. Unix seconds, taken at the same moment."""
-    apart = theirs - ours
+    apart = node_seconds - head_seconds
     if abs(apart) <= CLOCK_TOLERANCE:
         return ""
     return f"its clock is {abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} that of the head"

@@ -220,14 +220,14 @@ class NodeServer:
         interrupts: signals that have come; the first one ends the wait.
         """
         patience = self._terms.config.controller.start_timeout
-        give_up, said = time.monotonic() + patience, -1
+        give_up, reported = time.monotonic() + patience, -1
         while missing := [host.name for host in self.hosts.values() if not host.is_there]:
             present = len(self.hosts) + 1 - len(missing)
-            if present != said:
+            if present != reported:
                 self._event(
                     f"{present} of {len(self.hosts) + 1} nodes are there; waiting at {self._head} for the others"
                 )
-                said = present
+                reported = present
             if interrupts:
                 raise LaunchError("interrupted while waiting for nodes", exit_code=128 + interrupts[0])
             if time.monotonic() >= give_up:

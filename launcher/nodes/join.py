@@ -62,7 +62,7 @@ class _Controller:
 
 def _wait_for(run: RunDir, role: Role, wait: float) -> _Controller | None:
     """The controller once it answers; None: the job has finished. Raises LaunchError: there is none in time."""
-    give_up, said = time.monotonic() + wait, ""
+    give_up, reported = time.monotonic() + wait, ""
     while True:
         controller = _Controller.of(run, role)
         phase, trouble = (None, "it has no controller yet") if controller is None else _look(run, controller)
@@ -74,9 +74,9 @@ def _wait_for(run: RunDir, role: Role, wait: float) -> _Controller | None:
         if time.monotonic() >= give_up:
             hint = "--wait SECONDS waits for it, here in its shared run directory"
             raise LaunchError(f"{run.path} takes no replica: {trouble}", hint, EXIT_FAILED)
-        if trouble != said:
+        if trouble != reported:
             typer.echo(f"waiting for {run.path}: {trouble}")
-            said = trouble
+            reported = trouble
         time.sleep(POLL)
 
 

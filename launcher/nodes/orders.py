@@ -51,13 +51,13 @@ class Orders:
 
     def place(self, layout: m.Layout) -> None:
         """Place the job's processes as the head does. Raises OrderError: they are not placed over this machine."""
-        machines, wanted = list(layout.machines), self._config.placement.nodes
-        if len(machines) != wanted:
+        machines, count = list(layout.machines), self._config.placement.nodes
+        if len(machines) != count:
             raise OrderError(
-                f"the head places processes over {len(machines)} machines, not placement.nodes = {wanted}"
+                f"the head places processes over {len(machines)} machines, not placement.nodes = {count}"
             )
-        if (given := machines[self._number].gpus) != self._machine.gpus:
-            raise OrderError(f"the head gives this machine the GPUs {given}, and it has {self._machine.gpus}")
+        if (assigned := machines[self._number].gpus) != self._machine.gpus:
+            raise OrderError(f"the head gives this machine the GPUs {assigned}, and it has {self._machine.gpus}")
         try:
             first, reserve = place_elastic(self._config, *machines, rollouts=layout.rollouts)
         except PlacementError as error:

@@ -173,10 +173,10 @@ def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
 
 def withheld(config: Config, env: Mapping[str, str]) -> list[str]:
     """Names of variables that look like secrets and reach no process of the job."""
-    given = set(given_to_trackers(config.logging.logger, env))
+    passed_on = set(given_to_trackers(config.logging.logger, env))
     for role in Role:
-        given |= set(given_to(role, config, env))
-    return sorted(set(base_environment(env)) - given)
+        passed_on |= set(given_to(role, config, env))
+    return sorted(set(base_environment(env)) - passed_on)
 
 
 def upload_targets(config: Config, run: str, env: Mapping[str, str]) -> Iterator[str]:
@@ -185,22 +185,22 @@ def upload_targets(config: Config, run: str, env: Mapping[str, str]) -> Iterator
     if is_url(store) and config.is_grpo and not config.is_evaluation:
         yield f"every weight version to {store.rstrip('/')}/ {_bucket_access(env)}"
     if ckpt.upload_s3 and ckpt.s3_bucket:
-        what = "the final model" if ckpt.upload_s3 == "final" else "every checkpoint and the final model"
+        uploads = "the final model" if ckpt.upload_s3 == "final" else "every checkpoint and the final model"
         prefix = "/".join([*filter(None, ckpt.s3_prefix.split("/")), run])
         name = "final" if ckpt.upload_s3 == "final" else "<checkpoint or final>"
-        yield f"{what} to s3://{ckpt.s3_bucket}/{prefix}/{name}/ {_bucket_access(env)}"
+        yield f"{uploads} to s3://{ckpt.s3_bucket}/{prefix}/{name}/ {_bucket_access(env)}"
     if ckpt.upload_hf:
-        given = "" if env.get("HF_TOKEN") else "; HF_TOKEN is not set: the login stored on this machine is used"
+        note = "" if env.get("HF_TOKEN") else "; HF_TOKEN is not set: the login stored on this machine is used"
         endpoint = _without_credentials(env.get("HF_ENDPOINT") or HUB)
-        yield f"exports of checkpoints and the final model to {endpoint}/{ckpt.hf_repo_name}, a commit each{given}"
+        yield f"exports of checkpoints and the final model to {endpoint}/{ckpt.hf_repo_name}, a commit each{note}"
 
 
 def _bucket_access(env: Mapping[str, str]) -> str:
     """At which endpoint, and with whose credentials."""
     endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or "AWS"
     keyed = any(env.get(key) for key in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE"))
-    given = "" if keyed else "; neither AWS_ACCESS_KEY_ID nor AWS_PROFILE is set: a role of this machine is used"
-    return f"at {_without_credentials(endpoint)}{given}"
+    note = "" if keyed else "; neither AWS_ACCESS_KEY_ID nor AWS_PROFILE is set: a role of this machine is used"
+    return f"at {_without_credentials(endpoint)}{note}"
 
 
 def _without_credentials(url: str) -> str:

@@ -40,22 +40,22 @@ def needs(config: Config, gpus: int, *, rollouts: bool = True) -> Needs:
     per_rollout = (rollout.size or 1) if rollout else 0
     ranks = policy.size
     if ranks is None:
-        left = gpus - sum(len(role.devices) for role in apart_layouts(config))
+        free = gpus - sum(len(role.devices) for role in apart_layouts(config))
         if policy.listed:
-            left = len(policy.devices)
+            free = len(policy.devices)
         elif rollout is not None and not shared:
-            left -= len(rollout.devices) or rollout.replicas * per_rollout
-        ranks = policy.ranks_per_shard * max(1, left // (policy.ranks_per_shard * policy.replicas))
+            free -= len(rollout.devices) or rollout.replicas * per_rollout
+        ranks = policy.ranks_per_shard * max(1, free // (policy.ranks_per_shard * policy.replicas))
     return Needs(policy.replicas, ranks, rollout.replicas if rollout else 0, per_rollout)
 
 
-def too_many(wanted: Needs, workers: int, nodes: int) -> Problem:
-    parts = f"{wanted.policy_replicas} policy replicas of {wanted.policy_ranks}"
-    if wanted.rollout_replicas:
-        parts += f", {wanted.rollout_replicas} rollout replicas"
+def too_many(needed: Needs, workers: int, nodes: int) -> Problem:
+    parts = f"{needed.policy_replicas} policy replicas of {needed.policy_ranks}"
+    if needed.rollout_replicas:
+        parts += f", {needed.rollout_replicas} rollout replicas"
     message = f"{workers} worker processes ({parts}) are more than the {MOST_ON_CPU * nodes} that share the cores of "
     message += "a machine without GPUs" if nodes == 1 else f"{nodes} machines without GPUs"
-    key = "rollout.parallelism" if wanted.rollout_replicas > workers // 2 else "policy.parallelism"
+    key = "rollout.parallelism" if needed.rollout_replicas > workers // 2 else "policy.parallelism"
     return Problem(key, message, workers, f"write smaller sizes in [{key}], or run it where the GPUs are")
 
 
@@ -72,11 +72,11 @@ def absent_devices(role: RoleLayout, beyond: list[int], count: int) -> Problem:
     return Problem(role.key, message, role.listed, "name devices that are there; look at CUDA_VISIBLE_DEVICES")
 
 
-def too_few(config: Config, wanted: Needs, listed: list[RoleLayout], free: int, count: int) -> Problem:
-    policy, rollout = (wanted.policy_replicas * wanted.policy_ranks, wanted.rollout_replicas * wanted.rollout_gpus)
-    parts = f"{wanted.policy_replicas} policy replicas of {wanted.policy_ranks}"
-    if wanted.rollout_replicas:
-        parts += f", {wanted.rollout_replicas} rollout replicas of {wanted.rollout_gpus}"
+def too_few(config: Config, needed: Needs, listed: list[RoleLayout], free: int, count: int) -> Problem:
+    policy, rollout = (needed.policy_replicas * needed.policy_ranks, needed.rollout_replicas * needed.rollout_gpus)
+    parts = f"{needed.policy_replicas} policy replicas of {needed.policy_ranks}"
+    if needed.rollout_replicas:
+        parts += f", {needed.rollout_replicas} rollout replicas of {needed.rollout_gpus}"
     shared = config.placement.share != "none"
     total = max(policy, rollout) if shared else policy + rollout
     message = f"the job needs {total} GPUs ({parts}), this machine has {count}"
@@ -90,7 +90,7 @@ def too_few(config: Config, wanted: Needs, listed: list[RoleLayout], free: int, 
         "lower policy.parallelism or rollout.parallelism (n_init_replicas, dp_shard_size), "
         "or look at CUDA_VISIBLE_DEVICES"
     )
-    key = "rollout.parallelism" if wanted.rollout_replicas else "policy.parallelism"
+    key = "rollout.parallelism" if needed.rollout_replicas else "policy.parallelism"
     return Problem(key, message, total, hint)
 
 

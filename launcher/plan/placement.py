@@ -85,14 +85,14 @@ def cpu_threads(config: Config, machine: Machine, worker_processes: int) -> int:
 
 def usable_gpus(config: Config, machine: Machine, node: int = 0) -> tuple[str, ...]:
     """The GPUs that this job may have; `gpus_per_node` leaves the later ones alone. Raises PlacementError."""
-    wanted, count = config.placement.gpus_per_node, len(machine.gpus)
-    if wanted is None or wanted <= count:
-        return machine.gpus[:wanted]
+    requested, count = config.placement.gpus_per_node, len(machine.gpus)
+    if requested is None or requested <= count:
+        return machine.gpus[:requested]
     key = "placement.gpus_per_node"
     present = f"{count} GPUs" if count else "no GPU that the installed torch can use"
     hint = f"write {key} = {count}, or leave it out to use what is found" if count else "leave it out"
     where = f"node {node}" if node else "this machine"
-    raise PlacementError(Problem(key, f"{wanted} GPUs are requested, {where} has {present}", wanted, hint))
+    raise PlacementError(Problem(key, f"{requested} GPUs are requested, {where} has {present}", requested, hint))
 
 
 def place(config: Config, *machines: Machine, rollouts: bool = True) -> list[PlacedReplica]:
@@ -104,12 +104,12 @@ def place(config: Config, *machines: Machine, rollouts: bool = True) -> list[Pla
         raise PlacementError(problem)
     gpus = _gpus_by_node(config, machines)
     count = sum(map(len, gpus))
-    wanted = needs(config, count, rollouts=rollouts)
-    workers = wanted.policy_replicas * wanted.policy_ranks + wanted.rollout_replicas
+    needed = needs(config, count, rollouts=rollouts)
+    workers = needed.policy_replicas * needed.policy_ranks + needed.rollout_replicas
     if not count and workers > MOST_ON_CPU * len(machines):
-        raise PlacementError(too_many(wanted, workers, len(machines)))
-    devices = _deal(config, wanted, count)
-    nodes = _nodes(wanted, devices, len(machines), len(gpus[0]))
+        raise PlacementError(too_many(needed, workers, len(machines)))
+    devices = _deal(config, needed, count)
+    nodes = _nodes(needed, devices, len(machines), len(gpus[0]))
     for role in apart_layouts(config) if count else ():
         _check_nearness(role, devices[role.name], nodes.policy, len(gpus[0]))
     each = Counter(node for ranks in (*nodes.policy, nodes.rollout) for node in ranks)
@@ -154,8 +154,8 @@ def place_elastic(
 def process_of(replicas: Iterable[PlacedReplica], role: Role, replica: int, rank: int) -> ProcessSpec | None:
     """The process of a replica, by their numbers: what a head and a node mean by them is the same."""
     processes = (spec for candidate in replicas for spec in candidate.processes)
-    wanted = (role, replica, rank)
-    return next((spec for spec in processes if (spec.role, spec.replica, spec.rank) == wanted), None)
+    identity = (role, replica, rank)
+    return next((spec for spec in processes if (spec.role, spec.replica, spec.rank) == identity), None)
 
 
 def _with_rollouts(config: Config, count: int) -> Config:
@@ -182,17 +182,17 @@ def _gpus_by_node(config: Config, machines: Sequence[Machine]) -> list[tuple[str
     return gpus
 
 
-def _nodes(wanted: Needs, devices: Mapping[str, list[tuple[int, ...]]], count: int, gpus_per_node: int) -> _Nodes:
+def _nodes(needed: Needs, devices: Mapping[str, list[tuple[int, ...]]], count: int, gpus_per_node: int) -> _Nodes:
     rollouts = devices.get("rollout", [])
     if gpus_per_node:
-        ranks = wanted.policy_ranks
+        ranks = needed.policy_ranks
         of_policy = [[device // gpus_per_node for device in dealt[:ranks]] for dealt in devices["policy"]]
         for index, dealt in enumerate(rollouts):
             if len({device // gpus_per_node for device in dealt}) > 1:
                 raise PlacementError(spans_nodes(index, dealt, gpus_per_node))
         return _Nodes(of_policy, [dealt[0] // gpus_per_node for dealt in rollouts])
-    part = -(-wanted.policy_ranks // count)
-    of_policy = [[rank // part for rank in range(wanted.policy_ranks)]] * wanted.policy_replicas
+    part = -(-needed.policy_ranks // count)
+    of_policy = [[rank // part for rank in range(needed.policy_ranks)]] * needed.policy_replicas
     each, of_rollouts = Counter(node for dealt in of_policy for node in dealt), list[int]()
     for _ in rollouts:
         of_rollouts.append(min(range(count), key=lambda node: (each[node], -node)))
@@ -228,7 +228,7 @@ def replay(config: Config, machine: Machine, ranks: int, arguments: Sequence[str
     Raises PlacementError.
     """
     role, gpus = policy_layout(config), usable_gpus(config, machine)
-    world, wanted = role.size or ranks, needs(config, len(gpus))
+    world, needed = role.size or ranks, needs(config, len(gpus))
     listed = [other for other in placed_roles(config) if other.listed]
     available = role.devices or _free(config, listed, len(gpus))
     devices = tuple(available[:world]) if gpus else ()
@@ -240,17 +240,17 @@ def replay(config: Config, machine: Machine, ranks: int, arguments: Sequence[str
         devices += tuple(other.devices[:copies])
     if beyond := sorted(device for device in devices if device >= len(gpus)):
         raise PlacementError(absent_devices(role, beyond, len(gpus)))
-    workers = wanted.policy_replicas * world + wanted.rollout_replicas
+    workers = needed.policy_replicas * world + needed.rollout_replicas
     threads = str(cpu_threads(config, machine, workers))
     env = {"COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads} | _visible([gpus], 0, devices)
     profiled, argv = config.profiler.enable_nsys, _module("policy_worker.replay", *arguments)
     return _policy("replay", [0] * world, [env], devices, profiled, argv)
 
 
-def _deal(config: Config, wanted: Needs, count: int) -> dict[str, list[tuple[int, ...]]]:
+def _deal(config: Config, needed: Needs, count: int) -> dict[str, list[tuple[int, ...]]]:
     """Role -> devices of each replica; empty tuples when it has none of its own, or the job runs on CPU."""
     roles = {role.name: role for role in placed_roles(config)}
-    if not wanted.rollout_replicas:
+    if not needed.rollout_replicas:
         roles.pop("rollout", None)
     listed = [role for role in roles.values() if role.listed]
     dealt: dict[str, list[tuple[int, ...]]] = {}
@@ -262,8 +262,8 @@ def _deal(config: Config, wanted: Needs, count: int) -> dict[str, list[tuple[int
         if beyond := sorted(device for device in role.devices if device >= count):
             raise PlacementError(absent_devices(role, beyond, count))
     free = _free(config, listed, count)
-    totals = {"policy": wanted.policy_replicas * wanted.policy_ranks}
-    totals["rollout"] = wanted.rollout_replicas * wanted.rollout_gpus
+    totals = {"policy": needed.policy_replicas * needed.policy_ranks}
+    totals["rollout"] = needed.rollout_replicas * needed.rollout_gpus
     start, shared = 0, config.placement.share != "none"
     for name, role in roles.items():
         if role.nested:
@@ -273,7 +273,7 @@ def _deal(config: Config, wanted: Needs, count: int) -> dict[str, list[tuple[int
         else:
             taken = free[start : start + totals[name]]
             if len(taken) < totals[name]:
-                raise PlacementError(too_few(config, wanted, listed, len(free), count))
+                raise PlacementError(too_few(config, needed, listed, len(free), count))
             dealt[name] = role.dealt(taken)
             start += 0 if shared else totals[name]
     for role in apart_layouts(config):

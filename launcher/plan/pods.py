@@ -46,24 +46,24 @@ def pods(config: Config) -> Pods:
                 f"placement.{name} names devices, and a cluster deals them itself",
                 f"leave placement.{name} out: sizes of [policy.parallelism] and [rollout.parallelism] say how many",
             )
-    wanted = needs(config, per_node * config.placement.nodes)
-    each = -(-wanted.policy_ranks // per_node) if per_node else 1
-    if wanted.policy_ranks % each:
+    needed = needs(config, per_node * config.placement.nodes)
+    each = -(-needed.policy_ranks // per_node) if per_node else 1
+    if needed.policy_ranks % each:
         raise LaunchError(
-            f"{wanted.policy_ranks} ranks of the policy cannot be dealt evenly to {each} pods of at most {per_node} "
+            f"{needed.policy_ranks} ranks of the policy cannot be dealt evenly to {each} pods of at most {per_node} "
             "GPUs (placement.gpus_per_node)",
             "write sizes in [policy.parallelism] that fill nodes evenly",
         )
-    of_rollout = -(-wanted.rollout_gpus // per_node) if per_node and wanted.rollout_gpus else 1
+    of_rollout = -(-needed.rollout_gpus // per_node) if per_node and needed.rollout_gpus else 1
     if of_rollout > 1:
-        _check_engine(config, wanted.rollout_gpus, of_rollout)
+        _check_engine(config, needed.rollout_gpus, of_rollout)
     return Pods(
-        replicas=wanted.policy_replicas,
+        replicas=needed.policy_replicas,
         each=each,
-        ranks=wanted.policy_ranks,
-        gpus=wanted.policy_ranks // each if per_node else 0,
-        rollouts=wanted.rollout_replicas,
-        rollout_gpus=wanted.rollout_gpus // of_rollout if per_node else 0,
+        ranks=needed.policy_ranks,
+        gpus=needed.policy_ranks // each if per_node else 0,
+        rollouts=needed.rollout_replicas,
+        rollout_gpus=needed.rollout_gpus // of_rollout if per_node else 0,
         rollout_pods=of_rollout,
     )
 
@@ -99,8 +99,8 @@ def _check_engine(config: Config, gpus: int, count: int) -> None:
 def of_policy(config: Config, replica: int, pod: int) -> tuple[ProcessSpec, ...]:
     """The ranks of a policy replica in one of its pods. Raises LaunchError: the job has no such pod."""
     counts = pods(config)
-    known = replica == 0 or (replica > 0 and counts.replicas > 1)  # of several there may be more than at the start
-    if not known or not 0 <= pod < counts.each:
+    exists = replica == 0 or (replica > 0 and counts.replicas > 1)  # of several there may be more than at the start
+    if not exists or not 0 <= pod < counts.each:
         raise LaunchError(
             f"policy-{replica} has no pod {pod}: the job has {counts.replicas} policy replicas of {counts.each} pods",
             "render the manifests again, and apply them",

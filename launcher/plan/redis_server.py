@@ -84,10 +84,10 @@ def embedded(data_dir: Path) -> RedisServer:
     """
     note = data_dir / "socket-directory"
     with contextlib.suppress(OSError):  # what an earlier start has left, if it is still ours and holds a socket alone
-        left = Path(note.read_text().strip())
-        if left.name.startswith("cosmos-") and left.lstat().st_uid == os.geteuid():
-            (left / "redis.sock").unlink(missing_ok=True)
-            left.rmdir()
+        leftover = Path(note.read_text().strip())
+        if leftover.name.startswith("cosmos-") and leftover.lstat().st_uid == os.geteuid():
+            (leftover / "redis.sock").unlink(missing_ok=True)
+            leftover.rmdir()
     directory = tempfile.mkdtemp(prefix="cosmos-", dir=short_directory(len("/cosmos-01234567/redis.sock")))
     socket = os.path.join(directory, "redis.sock")
     binary = valkey_binary()

@@ -313,12 +313,12 @@ class RunDir:
         """Add a start, by what its launcher wrote last: it may have been killed."""
         try:
             seconds = max(0.0, float(launcher["seen_at"]) - float(launcher["started_at"]))
-            restarts = {name: int(known["restarts"]) for name, known in launcher["processes"].items()}
+            restarts = {name: int(process["restarts"]) for name, process in launcher["processes"].items()}
         except (KeyError, TypeError, ValueError, AttributeError):
             return
-        known = self.earlier()
-        written = {"starts": known["starts"] + 1, "elapsed_s": known["elapsed_s"] + seconds}
-        written["restarts"] = Counter(known["restarts"]) + Counter(restarts)
+        earlier = self.earlier()
+        written = {"starts": earlier["starts"] + 1, "elapsed_s": earlier["elapsed_s"] + seconds}
+        written["restarts"] = Counter(earlier["restarts"]) + Counter(restarts)
         write_text(self.starts_json, json.dumps(written) + "\n")
 
     def sweep(self) -> None:

@@ -91,7 +91,7 @@ class ScaleFollower:
 
     async def follow(self, url: str, token: str, interval: float) -> None:
         """Raises LaunchError."""
-        said = ""
+        reported = ""
         try:
             job = AsyncClient(url, token)
         except Unusable as error:
@@ -102,9 +102,9 @@ class ScaleFollower:
                     text = await self._look(http, job)
                 except (ControllerError, ClusterError) as error:
                     text = f"{'the number stays' if self.scale else 'costs stay'}: {error}"
-                if text and text != said:
+                if text and text != reported:
                     typer.echo(f"{time.strftime('%H:%M:%S')} {text}")
-                said = text or said
+                reported = text or reported
                 await asyncio.sleep(interval)
 
     async def _look(self, http: httpx.AsyncClient, job: AsyncClient) -> str:
@@ -126,5 +126,5 @@ class ScaleFollower:
         if self.costs is None or not (at_once or time.monotonic() - self.kept_at >= COSTS_EVERY):
             return
         self.kept_at = time.monotonic()
-        known = await job.send(api.replicas())
-        await self.costs.keep(http, {info.name: info.work_s for info in known if info.state == "live"})
+        replicas = await job.send(api.replicas())
+        await self.costs.keep(http, {info.name: info.work_s for info in replicas if info.state == "live"})

@@ -142,5 +142,7 @@ async def run(
         return EndedChildren(code, reason, number or 0)
     if exit_.code == EXIT_OK:
         return EndedChildren(EXIT_OK, "ended in order", number or 0)
-    said = [why] if exit_.hung else exit_.lines
-    return EndedChildren(exit_.code, "\n".join([f"{exit_.process}: {describe_exit(exit_.code)}", *said]), number or 0)
+    lines = [why] if exit_.hung else exit_.lines
+    return EndedChildren(
+        exit_.code, "\n".join([f"{exit_.process}: {describe_exit(exit_.code)}", *lines]), number or 0
+    )

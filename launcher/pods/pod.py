@@ -308,26 +308,28 @@ def _kept_secret(folder: Path) -> str:
         return path.read_text()
 
 
-def _both(theirs: Mapping[str, str], ours: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Without packages that one of them does not have: images may be made for a role."""
-    alone = {name for name in PACKAGES if ABSENT in (theirs.get(name, ABSENT), ours.get(name, ABSENT))}
-    left, right = ({key: text for key, text in facts.items() if key not in alone} for facts in (theirs, ours))
-    return left, right
+def _both(controller_facts: Mapping[str, str], pod_facts: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Leave out packages that only one of the two has: an image may be built for one role."""
+    alone = {name for name in PACKAGES if ABSENT in (controller_facts.get(name, ABSENT), pod_facts.get(name, ABSENT))}
+    of_controller, of_pod = (
+        {key: text for key, text in facts.items() if key not in alone} for facts in (controller_facts, pod_facts)
+    )
+    return of_controller, of_pod
 
 
 def _check_agreement(config: Config) -> None:
     """Raises LaunchError: this pod has other code, or another configuration, than the controller."""
     path = _run_dir(config).path / AGREEMENT
-    theirs = read_json(path)
-    if theirs is None:
+    controller_facts = read_json(path)
+    if controller_facts is None:
         raise LaunchError(
             f"{path} is not there, and the controller has written it: this pod sees another volume",
             "mount one claim in all pods, which is ReadWriteMany",
         )
-    what, _ = difference(*_both(theirs, _facts(config)))
-    if what:
+    fault, _ = difference(*_both(controller_facts, _facts(config)))
+    if fault:
         raise LaunchError(
-            f"this pod does not fit its controller ({path}): {what}",
+            f"this pod does not fit its controller ({path}): {fault}",
             "render the manifests again and apply all of them, with one image",
             EXIT_CONFIG,
         )

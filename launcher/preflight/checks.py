@@ -66,11 +66,11 @@ def check_all(
 
     joins: controller and Redis run elsewhere. rollouts: whether the job starts its rollout replicas itself.
     """
-    here = check_machine(config, machine, joins=joins, rollouts=rollouts)
+    machine_findings = check_machine(config, machine, joins=joins, rollouts=rollouts)
     redis = check_redis(config, env) if asks_redis and not joins else Findings()
     warnings = check_warnings(config) + unencrypted_addresses(config, env)
-    problems = here.problems + redis.problems + unset_variables(config, env)
-    return Findings(problems, warnings + here.warnings + redis.warnings)
+    problems = machine_findings.problems + redis.problems + unset_variables(config, env)
+    return Findings(problems, warnings + machine_findings.warnings + redis.warnings)
 
 
 def check_machine(config: Config, machine: Machine, *, joins: bool = False, rollouts: bool = True) -> Findings:
@@ -146,8 +146,8 @@ def _port_problems(host: str, port: int) -> list[Problem]:
                 hint = "write 127.0.0.1, 0.0.0.0 or an address of this machine"
                 return [Problem("controller.host", f"{host} is not an address of this machine", host, hint)]
             hint = "end the program that listens there, choose another port, or 0 for any free one"
-            what = "in use" if error.errno == errno.EADDRINUSE else f"not available: {error.strerror}"
-            return [Problem(key, f"port {port} on {host} is {what}", port, hint)]
+            state = "in use" if error.errno == errno.EADDRINUSE else f"not available: {error.strerror}"
+            return [Problem(key, f"port {port} on {host} is {state}", port, hint)]
     return []
 
 
@@ -170,16 +170,16 @@ def _check_gpus(config: Config, machine: Machine, findings: Findings, *, rollout
         message = f"the installed torch is built without CUDA: {machine.unused_gpus} GPUs stay unused"
         findings.warnings.append(Problem("", message, hint="install a CUDA build of torch"))
     nodes = config.placement.nodes
-    wanted = needs(config, len(machine.gpus) * nodes, rollouts=rollouts)
+    needed = needs(config, len(machine.gpus) * nodes, rollouts=rollouts)
     if policy_layout(config).size is None:  # else the configuration has been checked for it
-        findings.problems += absent_ranks(config, wanted.policy_ranks)
-    ranks = wanted.policy_replicas * wanted.policy_ranks + wanted.rollout_replicas * wanted.rollout_gpus
+        findings.problems += absent_ranks(config, needed.policy_ranks)
+    ranks = needed.policy_replicas * needed.policy_ranks + needed.rollout_replicas * needed.rollout_gpus
     if not machine.gpus and ranks > MOST_CPU_RANKS * nodes:
         message = f"{ranks} ranks of trainers and engines would share {machine.cores} cores: this machine has no GPU"
         hint = "start it where the GPUs are, or write policy.parallelism.dp_shard_size = 1 and "
         hint += "rollout.parallelism.n_init_replicas = 1"
         findings.warnings.append(Problem("", message, hint=hint))
-    processes = wanted.policy_replicas * wanted.policy_ranks + wanted.rollout_replicas
+    processes = needed.policy_replicas * needed.policy_ranks + needed.rollout_replicas
     threads, fair = config.launcher.cpu_threads, max(1, machine.cores * nodes // processes)
     if not machine.gpus and threads and threads > fair:
         message = f"{processes} worker processes of {threads} threads share {machine.cores} cores"
@@ -214,8 +214,8 @@ def _check_disk(config: Config, findings: Findings) -> None:
     versions = 0 if config.weight_sync.store else config.weight_sync.keep + 1
     least, roomy = MIN_FREE_BYTES + (1 + min(versions, 1)) * model, MIN_FREE_BYTES + (versions + 1) * model
     if free < roomy:
-        what = "weight versions and export take" if versions else "the export takes"
-        message = f"{size_text(free)} free in {existing}, and {what} about {size_text(roomy)}"
+        subject = "weight versions and export take" if versions else "the export takes"
+        message = f"{size_text(free)} free in {existing}, and {subject} about {size_text(roomy)}"
         problem = Problem(key, message, str(target), "free some room or choose another disk")
         (findings.problems if free < least else findings.warnings).append(problem)
 

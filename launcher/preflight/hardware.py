@@ -31,21 +31,21 @@ FLASH_ATTENTION: dict[int, tuple[Capability, Capability]] = {
 def check_hardware(config: Config, machine: Machine) -> list[Problem]:
     """Numerics that this machine's GPUs cannot do, one problem each; without GPUs none of them."""
     problems = []
-    for key, (what, first) in SWITCHES.items():
+    for key, (feature, first) in SWITCHES.items():
         if attrgetter(key)(config) and (config.is_grpo or not key.startswith("rollout.")):
-            problems.append(_unable(machine, key, True, what, first, ANY_LATER, f"write {key} = false"))
+            problems.append(_unable(machine, key, True, feature, first, ANY_LATER, f"write {key} = false"))
     if (version := config.train.fa_version) is not None:
-        what, (first, last) = f"FlashAttention {version}", FLASH_ATTENTION[version]
-        problems.append(_unable(machine, "train.fa_version", version, what, first, last, "leave it out"))
+        feature, (first, last) = f"FlashAttention {version}", FLASH_ATTENTION[version]
+        problems.append(_unable(machine, "train.fa_version", version, feature, first, last, "leave it out"))
     return [problem for problem in problems if problem is not None]
 
 
 def _unable(
-    machine: Machine, key: str, value: bool | int, what: str, first: Capability, last: Capability, remedy: str
+    machine: Machine, key: str, value: bool | int, feature: str, first: Capability, last: Capability, remedy: str
 ) -> Problem | None:
     """The problem of a value that needs GPUs from `first` to `last`; None where the machine has them."""
     if not machine.gpus:
-        message = f"{what} needs a GPU, and this machine has none that the installed torch can use"
+        message = f"{feature} needs a GPU, and this machine has none that the installed torch can use"
         return Problem(key, message, value, remedy)
     unable = [
         capability
@@ -55,7 +55,7 @@ def _unable(
     if not unable:
         return None
     needed = _text(first) + (" or later" if last == ANY_LATER else f" to {_text(last)}")
-    message = f"{what} needs GPUs of compute capability {needed}, and this machine has one of {_text(min(unable))}"
+    message = f"{feature} needs GPUs of compute capability {needed}, and this machine has one of {_text(min(unable))}"
     return Problem(key, message, value, remedy)
 
 

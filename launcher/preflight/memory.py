@@ -143,12 +143,14 @@ def trainer(
         place = HOST if config.reference.offload else alone
         parts.append(MemoryPart("reference model", n * param // parted, words, place))
     for teacher in config.local_teachers:
-        known = teachers.get(teacher.name)
-        count = (known or model).parameters
+        teacher_model = teachers.get(teacher.name)
+        count = (teacher_model or model).parameters
         words = f"{count:,} x {param} B" + (f" / {shards}" if shards > 1 else "")
         place = HOST if teacher.offload else ""
         size = count * param // shards
-        parts.append(MemoryPart(f"teacher {teacher.name}", size, words + ("" if known else ", if as large"), place))
+        parts.append(
+            MemoryPart(f"teacher {teacher.name}", size, words + ("" if teacher_model else ", if as large"), place)
+        )
     kept = _activations(config, model, param, data_ranks)
     return (*parts, *_back_for_a_step(keys, learns, model, shards, kept), *kept)
 
@@ -321,13 +323,13 @@ def _activations(config: Config, model: LocalModel, param: int, data_ranks: int)
         parts = [attention] if keys.recompute_granularity == "selective" else []
         parts += [inner // mesh.tp_size - attention] if keys.recompute_moe_layers else []
         kept, again = (layer - sum(parts), max(parts)) if parts else (between, layer)
-    here = min(layers, 2) if keys.activation_offload else layers
+    resident = min(layers, 2) if keys.activation_offload else layers
     lora, by = config.policy.lora, f" / {mesh.tp_size}" if mesh.tp_size > 1 else ""
     chunk = min(LOGIT_CHUNK, tokens * shape.vocabulary)
     matrix = shape.vocabulary * hidden if lora is None or "lm_head" in (lora.modules_to_save or ()) else 0
     each = f"{tokens:,} tokens x {param} B"
     of_layers = MemoryPart(
-        "activations", tokens * param * (here * kept + again), f"{each} x ({here} x {kept} + {again})"
+        "activations", tokens * param * (resident * kept + again), f"{each} x ({resident} x {kept} + {again})"
     )
     away = MemoryPart("offloaded activations", tokens * param * layers * kept, f"{each} x {layers} x {kept}", HOST)
     return [

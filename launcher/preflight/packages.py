@@ -31,17 +31,17 @@ def _reward_packages(names: Iterable[str]) -> list[tuple[str, str]]:
 def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[Problem]:
     """Packages that the chosen parts need and that are not installed, with the extra that brings them."""
     problems: list[Problem] = []
-    wanted = [("torch", "policy"), ("transformers", "policy")]
+    required = [("torch", "policy"), ("transformers", "policy")]
     if config.is_evaluation:
-        wanted = _reward_packages(config.evaluation.reward_weights)
+        required = _reward_packages(config.evaluation.reward_weights)
     elif config.is_grpo:
-        wanted += [("transformers", "rollout")]
-        wanted += _reward_packages({**config.grpo.reward_weights, **config.validation.reward_weights})
+        required += [("transformers", "rollout")]
+        required += _reward_packages({**config.grpo.reward_weights, **config.validation.reward_weights})
     problems += missing_optimizers(config, installed)
     problems += missing_kernels(config, installed)
     problems += missing_trackers(config, installed)
     missing: dict[str, str] = {}
-    for module, extra in wanted:
+    for module, extra in required:
         if not installed(module):
             missing.setdefault(module, extra)
     for module, extra in missing.items():
@@ -50,10 +50,10 @@ def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[P
     generates = config.is_grpo and not config.is_evaluation
     name, engine = config.rollout.backend, config.rollout.engine
     if generates and engine.package not in missing and not installed(engine.package):
-        other = next(other for other in BACKENDS if other != name)
+        other_backend = next(other_backend for other_backend in BACKENDS if other_backend != name)
         hint = (
             f"pip install '.[{engine.extra}]' in the checkout of cosmos-launch{engine.install_note}, "
-            f'or write rollout.backend = "{other}"'
+            f'or write rollout.backend = "{other_backend}"'
         )
         problems.append(Problem("rollout.backend", f"{engine.package} is not installed", name, hint))
     return problems
@@ -90,13 +90,13 @@ def missing_kernels(config: Config, installed: Callable[[str], bool]) -> Iterato
         hint = "pip install flashinfer-python, or write false"
         switches += [("rollout.vllm_use_flashinfer", "flashinfer", hint)]
         switches += [("rollout.sampling_config.use_flashinfer", "flashinfer", hint)]
-    wanted: list[tuple[str, Any, str, str]] = [
+    required: list[tuple[str, Any, str, str]] = [
         (key, True, module, hint) for key, module, hint in switches if attrgetter(key)(config)
     ]
     if (version := config.train.fa_version) is not None:
         module, package = FLASH_PACKAGES[version]
-        wanted.append(("train.fa_version", version, module, f"install {package} for your CUDA, or leave it out"))
-    for key, value, module, hint in wanted:
+        required.append(("train.fa_version", version, module, f"install {package} for your CUDA, or leave it out"))
+    for key, value, module, hint in required:
         if not installed(module):
             yield Problem(key, f"the package {module} is not installed, whose kernels it asks for", value, hint)
 
@@ -184,8 +184,12 @@ def check_overrides(config: Config) -> list[Problem]:
     problems: list[Problem] = []
     for section, model, name in models:
         if model.override_config:
-            known = _config_entries(name, model.model_revision)
-            problems += overrides.unknown(f"{section}.override_config", model.override_config, known) if known else ()
+            config_entries = _config_entries(name, model.model_revision)
+            problems += (
+                overrides.unknown(f"{section}.override_config", model.override_config, config_entries)
+                if config_entries
+                else ()
+            )
     return problems
 
 

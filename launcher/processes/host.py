@@ -249,8 +249,8 @@ def _in_memory(data: bytes) -> BinaryIO:
 async def _sweep(killed_keeper: int) -> None:
     """Kill what a killed keeper could not: its process is killed by the kernel, the children of that one are not."""
     give_up = time.monotonic() + KEEPER_MARGIN
-    while (left := keeper.left_behind(killed_keeper)) and time.monotonic() < give_up:
-        kill_all(left)
+    while (leftovers := keeper.left_behind(killed_keeper)) and time.monotonic() < give_up:
+        kill_all(leftovers)
         await asyncio.sleep(0.01)
 
 

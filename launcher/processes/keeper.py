@@ -159,7 +159,7 @@ def left_behind(keeper: int) -> list[int]:
     not in the programs that we start.
     """
     mark = f"COSMOS_PARENT_PID={keeper}".encode()
-    left = []
+    leftovers = []
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if not entry.isdigit() or (stat := _stat(int(entry))) is None:
             continue
@@ -168,8 +168,8 @@ def left_behind(keeper: int) -> list[int]:
         except OSError:
             marked = False
         if marked or stat[3] == str(keeper):
-            left.append(int(entry))
-    return left
+            leftovers.append(int(entry))
+    return leftovers
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -286,11 +286,11 @@ class Keeper:
                 if self._orphaned() and not self._users_gone():
                     continue
                 deadline = time.monotonic() + self.settings.grace
-            left = POLL if deadline is None else min(POLL, max(0.0, deadline - time.monotonic()))
+            pause = POLL if deadline is None else min(POLL, max(0.0, deadline - time.monotonic()))
             if deadline is not None and not passed_on:
                 passed_on = self._ask_to_end()
             self._continue_stopped(0.0 if passed_on else self.settings.stopped)
-            self._sleep(left if deadline is None or passed_on else min(left, LOOK))
+            self._sleep(pause if deadline is None or passed_on else min(pause, LOOK))
 
     def _ask_to_end(self) -> bool:
         """SIGTERM to the worker. False: a profiler has not started it yet, or is writing its report by now."""
@@ -350,11 +350,11 @@ class Keeper:
 
     def _end_leftovers(self) -> None:
         give_up = time.monotonic() + (0.0 if self._asked_to_kill else LEFTOVER_GRACE)
-        while (left := descendants(os.getpid())) and time.monotonic() < give_up and not self._asked_to_kill:
+        while (leftovers := descendants(os.getpid())) and time.monotonic() < give_up and not self._asked_to_kill:
             self._sleep(0.02)
             self._reap()
-        if left:
-            say(f"ending {len(left)} processes that {Path(self.argv[0]).name} left behind")
+        if leftovers:
+            say(f"ending {len(leftovers)} processes that {Path(self.argv[0]).name} left behind")
             self._kill_tree()
 
     def _kill_tree(self) -> None:
@@ -364,10 +364,10 @@ class Keeper:
             if self.exit_code is None:
                 self._signal(-self.worker, signal.SIGKILL)
                 self._signal(self.worker, signal.SIGKILL)
-            left = descendants(os.getpid())
-            for pid in left:
+            remaining = descendants(os.getpid())
+            for pid in remaining:
                 self._signal(pid, signal.SIGKILL)
-            if self._reap() and not left:
+            if self._reap() and not remaining:
                 return
             self._sleep(0.01)
 

@@ -46,13 +46,13 @@ def run_step(
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{module} has not ended within {limit:g} s") from None
-    said = ended.stderr.splitlines()
+    stderr_lines = ended.stderr.splitlines()
     if not (directory / result).exists() if result else ended.returncode:
-        logged = [match[1] for line in said if (match := _OF_OURS.match(line))]
-        raise LaunchError(logged[-1] if logged else "\n".join(said[-20:]) or f"exit code {ended.returncode}")
-    return said
+        logged = [match[1] for line in stderr_lines if (match := _OF_OURS.match(line))]
+        raise LaunchError(logged[-1] if logged else "\n".join(stderr_lines[-20:]) or f"exit code {ended.returncode}")
+    return stderr_lines
 
 
-def not_logged(said: Iterable[str]) -> list[str]:
+def not_logged(lines: Iterable[str]) -> list[str]:
     """The lines that are not of our logs."""
-    return [line for line in said if not _OF_OURS.match(line)]
+    return [line for line in lines if not _OF_OURS.match(line)]

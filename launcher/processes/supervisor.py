@@ -220,8 +220,8 @@ class Supervisor:
 
     def running(self, names: Iterable[str] | None = None) -> list[Supervised]:
         """Replicas that are up or about to be."""
-        wanted = self.replicas if names is None else names
-        return [self.replicas[n] for n in wanted if n in self.replicas and not self.replicas[n].done.is_set()]
+        chosen = self.replicas if names is None else names
+        return [self.replicas[n] for n in chosen if n in self.replicas and not self.replicas[n].done.is_set()]
 
     def end(self, verdict: EndJob, exit_: Exit | None = None) -> None:
         """Say that the job cannot go on; the first reason counts."""
@@ -276,10 +276,10 @@ class Supervisor:
                 if supervised.stopping:
                     return
                 supervised.state, ended_at = "waiting", time.monotonic()
-                known = await self.observer.exited(exit_)
-                over = known.over or supervised.stopping
+                outcome = await self.observer.exited(exit_)
+                over = outcome.over or supervised.stopping
                 verdict = restarts.exited(
-                    ended_at, exit_.code, exit_.how, over=over, needed=known.needed, counts=known.counts
+                    ended_at, exit_.code, exit_.how, over=over, needed=outcome.needed, counts=outcome.counts
                 )
                 if isinstance(verdict, EndJob):
                     return self.end(verdict, exit_)

@@ -165,8 +165,8 @@ def _check_hpa(config: Config) -> None:
 
 def _name(config: Config) -> str:
     """Return the name of the job, and of its run directory."""
-    wanted = config.train.timestamp or config.logging.experiment_name or "cosmos"
-    name = re.sub(r"[^a-z0-9]+", "-", wanted.lower()).strip("-")[:LONGEST_NAME].strip("-")
+    title = config.train.timestamp or config.logging.experiment_name or "cosmos"
+    name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:LONGEST_NAME].strip("-")
     return name if name and name[0].isalpha() else f"run-{name}"[:LONGEST_NAME].strip("-")
 
 
@@ -288,11 +288,11 @@ def apply(directory: Path, kinds: Sequence[str]) -> int:
 
 def _check_known(owner: str, crd: str, instead: str) -> None:
     """Check that the cluster has a kind. Raises LaunchError."""
-    asked = ["kubectl", "get", "crd", crd, "--output=name"]
+    command = ["kubectl", "get", "crd", crd, "--output=name"]
     try:
-        answer = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=CHECK_SECONDS)
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CHECK_SECONDS)
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"the cluster does not answer within {CHECK_SECONDS} s: {' '.join(asked)}") from None
+        raise LaunchError(f"the cluster does not answer within {CHECK_SECONDS} s: {' '.join(command)}") from None
     if answer.returncode == 0:
         return
     if "NotFound" in answer.stderr:

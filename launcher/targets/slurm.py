@@ -186,23 +186,23 @@ class SlurmOptions:
     apply: bool
 
 
-def write(wanted: SlurmOptions, env: Mapping[str, str]) -> int:
+def write(options: SlurmOptions, env: Mapping[str, str]) -> int:
     """Write the scripts; the exit code. Raises ConfigError, LaunchError."""
-    config = load(wanted.configs, wanted.overrides, env).config
+    config = load(options.configs, options.overrides, env).config
     if config.is_evaluation:
         raise LaunchError("an evaluation needs no cluster", "run it here: leave --target out")
-    if wanted.array and not config.is_grpo:
+    if options.array and not config.is_grpo:
         raise LaunchError("--rollout-array is for rollout replicas, and this job has none", "leave it out")
-    for option in wanted.options:
+    for option in options.options:
         _check_option(option)
-    job = _job(config, wanted)
-    target = wanted.directory or Path(job.output) / "slurm"
+    job = _job(config, options)
+    target = options.directory or Path(job.output) / "slurm"
     target.mkdir(parents=True, exist_ok=True)
     for name, text in render(job).items():
         write_text(target / name, text, mode=0o755)
         typer.echo(str(target / name))
     script = target / "submit.sh"
-    if not wanted.apply:
+    if not options.apply:
         typer.echo(f"submit it with {script}")
         return EXIT_OK
     try:
@@ -211,10 +211,10 @@ def write(wanted: SlurmOptions, env: Mapping[str, str]) -> int:
         raise LaunchError(f"{script} cannot be run: {error.strerror}") from None
 
 
-def _job(config: Config, wanted: SlurmOptions) -> SlurmJob:
+def _job(config: Config, options: SlurmOptions) -> SlurmJob:
     placement, nodes = config.placement, config.placement.nodes
-    gpus, overrides = placement.gpus_per_node or 0, [*wanted.overrides]
-    rollouts = rollout_layout(config) if wanted.array else None
+    gpus, overrides = placement.gpus_per_node or 0, [*options.overrides]
+    rollouts = rollout_layout(config) if options.array else None
     if rollouts is not None and gpus:
         policy = needs(config, gpus * nodes, rollouts=False)
         nodes = -(-policy.policy_replicas * policy.policy_ranks // gpus)
@@ -226,13 +226,13 @@ def _job(config: Config, wanted: SlurmOptions) -> SlurmJob:
         program=[str(program)] if program.exists() else [sys.executable, "-P", "-m", "cosmos_launch"],
         directory=os.getcwd(),
         output=absolute(config.train.output_dir),
-        configs=[absolute(str(path)) for path in wanted.configs],
+        configs=[absolute(str(path)) for path in options.configs],
         overrides=overrides,
         nodes=nodes,
         gpus=gpus,
         rollouts=rollouts.replicas if rollouts else 0,
         rollout_gpus=(rollouts.size or 1) if rollouts and gpus else 0,
-        options=wanted.options,
+        options=options.options,
     )
 
 

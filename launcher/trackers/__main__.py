@@ -67,8 +67,8 @@ class Feeder(threading.Thread):
 
     def _report(self, error: Exception) -> None:
         if not self._failing:
-            what = one_line(f"{type(error).__name__}: {error}")[:MOST_WORDS]
-            self._tell(f"does not take metrics: {what}; training goes on, and it is tried again")
+            fault = one_line(f"{type(error).__name__}: {error}")[:MOST_WORDS]
+            self._tell(f"does not take metrics: {fault}; training goes on, and it is tried again")
         self._failing = True
 
     def _tell(self, text: str) -> None:

@@ -126,8 +126,8 @@ class Mlflow:
 
         address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.directory}/mlflow.db"
         self._client = MlflowClient(address)
-        known = self._client.get_experiment_by_name(run.project)
-        experiment = self._client.create_experiment(run.project) if known is None else known.experiment_id
+        existing = self._client.get_experiment_by_name(run.project)
+        experiment = self._client.create_experiment(run.project) if existing is None else existing.experiment_id
         tag = f"{run.run_id}-{run.segment}"
         runs = self._client.search_runs([experiment], f"tags.cosmos_run = '{tag}'", max_results=1)
         made = runs[0] if runs else self._client.create_run(
