@@ -21,8 +21,9 @@ LIKE_A_GPU_MACHINE = ROOT / ".venv-gpu" / "env" / "bin" / "python"
 
 
 def rehearse(python: Path | str, out: Path, *arguments: str) -> dict[str, Any]:
-    command = [str(python), "-m", "benchmarks.gpu.run", "--device", "cpu", "--tiny", "--out", str(out), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
+    command = [str(python), "-m", "benchmarks.gpu.run", "--device", "cpu", "--tiny", "--minutes", "14"]
+    command += ["--out", str(out), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=880, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:] + (out / "gpu.log").read_text()[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
