@@ -184,7 +184,7 @@ class Program:
         return self.process.wait(PATIENCE)
 
     def wait_no_orphans(self, timeout: float = PATIENCE) -> None:
-        """No process of this machine works for the run, whoever started it."""
+        """Wait until no process of this machine has the run directory open, whichever process started it."""
         give_up = time.monotonic() + timeout
         while left := [process for process in psutil.process_iter() if str(self.run_dir) in _traces(process)]:
             assert time.monotonic() < give_up, f"processes outlived the job: {left}"

@@ -29,7 +29,7 @@ SHORT = under("policy", model_max_length=24)
 
 
 def batches_on_disk(config: Config, place: Place) -> list[int]:
-    """Of four steps that were trained, those whose batches a replay would find."""
+    """Return which of four trained steps have recorded batches that a replay finds."""
     with registered(config, place) as (_, session):
         registration = Registration(config, session.reply, trainer_of(config, place), session, ShutdownRequest())
         algorithm = _algorithm(registration, session, Alone())

@@ -69,13 +69,13 @@ def _checkpointer(config: Config, place: Place, session: Session | None = None) 
 
 
 def steps_that_are_saved(config: Config, place: Place) -> list[int]:
-    """Of forty steps, five to an epoch, those after which a checkpoint is due."""
+    """Return after which of forty steps, five to a pass over the data, a checkpoint is due."""
     checkpointer = _checkpointer(config, place)
     return [step for step in range(1, 41) if checkpointer.due(step, last=False, data_passes=step // 5)]
 
 
 def checkpoints_that_stay(config: Config, place: Place) -> list[str]:
-    """Of four old checkpoints, those that are there when another one is complete."""
+    """Return which of four old checkpoints remain when another one is complete."""
     checkpointer = _checkpointer(config, place)
     paths = [make_checkpoint(checkpointer._directory, step) for step in range(1, 6)]
     checkpointer._housekeeper.resumed_from(paths[3])

@@ -29,8 +29,8 @@ def units(config: Config, place: Place) -> list[tuple[str, str]]:
 
 
 def after_backward(config: Config, place: Place) -> list[tuple[int, list[int]]]:
-    """Of policy and critic: how many parameters have a gradient where they are, after backward; and how many step at
-    a time."""
+    """Count, for policy and critic, the parameters with a gradient where they are after backward, and those that
+    step at a time."""
     algorithm, found = grpo_of(config, place)[0], []
     for trained in trained_models(algorithm._trainer):
         steps: list[int] = []

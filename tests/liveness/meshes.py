@@ -41,7 +41,7 @@ def layers_of_a_rank(config: Config, place: Place) -> list[str]:
 
 
 def order_of_work(config: Config, place: Place) -> list[Tick]:
-    """Of four micro-batches."""
+    """Return the schedule of four micro-batches."""
     return Pipe.of_config(mesh_of(config, _role(config))).schedule(4)
 
 
@@ -115,13 +115,13 @@ watch(order_of_experts, shared, under("policy", moe_shared_expert_overlap=(False
 
 
 def ranks_of_a_role(config: Config, place: Place) -> ParallelDims:
-    """Of the reference model or the critic, as ranks by dimension."""
+    """Return the mesh of the reference model or the critic, as ranks by dimension."""
     mesh = mesh_of(config, _role(config))
     return ParallelDims.of_config(mesh, ranks_of(mesh) or 4, "its section")
 
 
 def batches_of_a_role(config: Config, place: Place) -> list[list[int]]:
-    """How its micro-batches of twelve samples are cut."""
+    """Return the micro-batches into which a role cuts twelve samples."""
     batching = Batching.of_config(config, config.reference.parallelism)
     if config.has_critic:
         batching = batching_of(config, Batching.of_config(config))

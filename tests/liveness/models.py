@@ -99,7 +99,7 @@ watch(modules_of_users, with_critic, under("critic", external_modules=([], [USER
 
 
 def _loaded_trainer(config: Config, place: Place) -> Trainer:
-    """Of the models as they are loaded."""
+    """Return a trainer with the models as the configuration loads them."""
     random.seed(0)
     torch.manual_seed(0)
     model, critic = load_model(config), None

@@ -171,4 +171,4 @@ both = under(
 )
 with_critic = changed(unclipped, both | policy(advantage_estimator="gae"))
 SECTIONS = (("train", grpo), ("critic", with_critic))
-"""Of a trained model, each with a job that has it."""
+"""Sections of a trained model, each with a job that has it."""

@@ -132,7 +132,7 @@ def patience_with_a_bucket(config: Config, place: Place) -> float:
 
 
 def compared_versions(config: Config, place: Place) -> list[int]:
-    """Of which of fifty versions the served weights are compared with the trainer's."""
+    """Return at which of fifty versions the served weights are compared with the trainer's."""
     nothing: Any = None
     follower = WeightFollower(config.weight_sync, nothing, nothing, nothing, LeaseTable(), Metrics())
     compared = []

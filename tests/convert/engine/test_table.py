@@ -90,7 +90,7 @@ OWNERS = {
     "convert.roll": ("converters", "actor_infer algorithm converters pipeline reader rewards training"),
     "convert.cosmos": ("rules", "rules"),
 }
-"""Of each system the module of its table, and those of the functions of its keys."""
+"""System -> the module of its table and the modules of the functions of its keys."""
 HELPERS = {"_contents", "_oversampled", "_profiles", "_samples", "_worker", "named_devices", "truncated"}
 """Functions of a key that other functions call."""
 

@@ -103,7 +103,7 @@ FACTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         for (size, ulysses), (shards, copies) in _SHARDS.items()
     ),
     (_megatron(tp=2, pp=2, cp=2, ep=2), {_MESH: dict.fromkeys(_SIZES, 2) | {"pp_micro_batch_size": 1}}),
-    # a pipeline takes its pieces together; 6 pieces are no multiple of 4 stages
+    # all pieces pass through the pipeline together; 6 pieces are not a multiple of 4 stages
     (_megatron(pp=4), {f"{_POLICY}.mini_batch": 32}),
     (
         {**_megatron(pp=4), **_training(per_device_train_batch_size=2, gradient_accumulation_steps=6)},

@@ -57,7 +57,7 @@ HALF: dict[str, Any] = {"param_dtype": "bfloat16"}
 OF_EXPERTS = replace(MODEL, experts=600)
 DEEP = replace(MODEL, parameters=3000)
 ATTENTION, EXPERTS = 2 * 4 * (4 + 2), 4 * 12
-"""What of a layer is needed of attention, and of the rest between norms, per token."""
+"""Bytes per token that a layer keeps for attention, and for the rest between its norms."""
 SELECTIVE, OF_EXPERTS_ALONE = {"recompute_granularity": "selective"}, {"recompute_moe_layers": True}
 KEPT_WHOLE = config(
     train={"param_dtype": "float32", "train_batch_per_replica": 8, "train_policy": {"mini_batch": 4}},
@@ -78,7 +78,7 @@ MEMORY: list[tuple[Any, LocalModel, int, int, dict[str, int | None]]] = [
     # shards; one micro-batch of 4 samples on each of 2 ranks
     (job(**HALF), MODEL, 2, 2, {WEIGHTS: 2000, GRADIENTS: 2000, MOMENTS: 4000, GATHERED: 2 * (200 + 2 * 400)}),
     (job(**HALF), MODEL, 2, 2, {WHOLE: None, ACTIVATIONS: 40 * 2 * (2 * 8 + PER_LAYER)}),
-    # several micro-batches keep whole gradients, unless those are no larger; a plain one is whole anyway
+    # with several micro-batches gradients are kept whole, unless shards are as large
     (job(**HALF), MODEL, 2, 1, {GRADIENTS: 2000, WHOLE: 2000}),
     (job(**HALF, fsdp_reduce_dtype="bfloat16"), MODEL, 2, 1, {WHOLE: None}),
     (job(), MODEL, 1, 1, {WHOLE: None}),
@@ -132,7 +132,7 @@ MEMORY: list[tuple[Any, LocalModel, int, int, dict[str, int | None]]] = [
         )
     ),
 ]  # fmt: skip
-"""A job, a model, ranks, data ranks, and what parts hold; None: there is no such part."""
+"""Rows of job, model, ranks, data ranks and the bytes of each part; None: the job has no such part."""
 
 
 @pytest.mark.parametrize(("job", "model", "ranks", "data_ranks", "expected"), MEMORY)
