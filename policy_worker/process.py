@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from policy_worker.errors import SettingsError
-from schema.util.ancestors import descends_from
+from schema.util.host import descends_from
 from schema.util.imports import wait_asleep
 from schema.util.text import configure_logging
 from schema.util.threads import exit_after

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from schema.config import Config
-from schema.util.ancestors import descends_from
+from schema.util.host import descends_from
 from schema.util.threads import exit_after
 
 log = logging.getLogger(__name__)

@@ -121,7 +121,8 @@ async def _serve(run: RunDir, joined_to: _Controller, name: str, env: Mapping[st
             "resume it with --set policy.parallelism.n_init_replicas=2",
         )
     try:
-        replica = joined(config, name) if role is Role.ROLLOUT else another_policy(config, name, find_machine(env))
+        here = find_machine(env)
+        replica = joined(config, name, len(here.gpus)) if role is Role.ROLLOUT else another_policy(config, name, here)
     except PlacementError as error:
         raise ConfigError([error.problem]) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import os
 import re
@@ -114,8 +115,15 @@ def torch_has_cuda() -> bool:
 
 
 def has_module(name: str) -> bool:
-    """Whether a top-level module is installed, without importing it."""
-    return importlib.util.find_spec(name) is not None
+    """Whether a module is installed, without importing it or the packages that it is in."""
+    top, *inner = name.split(".")
+    spec, path = importlib.util.find_spec(top), top
+    for part in inner:
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        path = f"{path}.{part}"
+        spec = importlib.machinery.PathFinder.find_spec(path, list(spec.submodule_search_locations))
+    return spec is not None
 
 
 def count_cores() -> int:

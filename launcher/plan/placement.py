@@ -39,6 +39,7 @@ from launcher.restarts import Role
 from schema.config import Config, Problem
 from schema.config.layout import RoleLayout, apart_layouts, placed_roles, policy_layout, unit_ranks
 from schema.config.rules.placement import PLACEMENT_RULES
+from schema.util.gpus import variable_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,10 +305,10 @@ def _data_ranks(config: Config, ranks: int) -> int:
 
 
 def _visible(gpus: Sequence[tuple[str, ...]], node: int, devices: Sequence[int]) -> dict[str, str]:
-    """Return the variable that shows processes of a node these devices."""
+    """Return the variables that show processes of a node these devices."""
     per_node = len(gpus[0])
     names = [gpus[node][device % per_node] for device in devices if device // per_node == node]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)} | variable_for(len(names))
 
 
 def _module(name: str, *arguments: str) -> tuple[str, ...]:
@@ -376,9 +377,10 @@ def another_policy(config: Config, name: str, *machines: Machine) -> PlacedRepli
     return replace(placed, name=name, processes=processes)
 
 
-def joined(config: Config, name: str) -> PlacedReplica:
-    """A rollout replica that joins a job, on the GPUs that it sees."""
+def joined(config: Config, name: str, gpus: int) -> PlacedReplica:
+    """A rollout replica that joins a job, on all GPUs that its machine or pod has, so many."""
     env = {"COSMOS_CPU_THREADS": str(config.launcher.cpu_threads)} if config.launcher.cpu_threads else {}
+    env |= variable_for(gpus)
     return _rollout(name, env, (), 0, profiled=False)
 
 

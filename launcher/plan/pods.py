@@ -139,6 +139,7 @@ def of_rollout(config: Config, name: str, part: EnginePod | None = None) -> tupl
             "COSMOS_ENGINE_FOLDER": part.folder,
             "COSMOS_ENGINE_CONFIG": part.config,
         }
-    made = follower(name) if part is not None and part.index else joined(config, name)
+    gpus = pods(config).rollout_gpus if config.placement.gpus_per_node else 0
+    made = follower(name) if part is not None and part.index else joined(config, name, gpus)
     (spec,) = made.processes
     return (ProcessSpec(spec.name, spec.role, spec.argv, {**spec.env, **env}),)

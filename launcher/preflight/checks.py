@@ -22,7 +22,7 @@ from launcher.plan.needs import PlacementError, needs
 from launcher.plan.nsight import check_nsight
 from launcher.plan.placement import place_elastic
 from launcher.plan.tls import check_encryption, unencrypted_addresses
-from launcher.preflight.hardware import check_engine_hardware, check_hardware
+from launcher.preflight.hardware import check_engine_hardware, check_gpus_open, check_hardware
 from launcher.preflight.memory import size_text
 from launcher.preflight.packages import (
     check_engine_options,
@@ -64,12 +64,15 @@ def check_all(
 ) -> Findings:
     """Everything that can be checked before a process starts. asks_redis: whether the named server may be asked.
 
+    Takes seconds on a machine with GPUs, which PyTorch is asked to open.
+
     joins: controller and Redis run elsewhere. rollouts: whether the job starts its rollout replicas itself.
     """
     machine_findings = check_machine(config, machine, joins=joins, rollouts=rollouts)
     redis = check_redis(config, env) if asks_redis and not joins else Findings()
     warnings = check_warnings(config) + unencrypted_addresses(config, env)
     problems = machine_findings.problems + redis.problems + unset_variables(config, env)
+    problems += [] if config.is_evaluation else check_gpus_open(machine)
     return Findings(problems, warnings + machine_findings.warnings + redis.warnings)
 
 

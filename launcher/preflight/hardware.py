@@ -1,13 +1,32 @@
-"""Checks of the hardware of this machine: numerics and kernels that a job needs of it."""
+"""Checks of the hardware of this machine: GPUs that can be opened; numerics and kernels that a job needs of it."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from operator import attrgetter
 from pathlib import Path
 
-from launcher.plan.machine import Capability, Machine
+from launcher.plan.credentials import without_secrets
+from launcher.plan.machine import Capability, Machine, has_module
 from schema.config import Config, Problem
 from schema.config.model_facts import BrokenModelError, read_facts
+from schema.util.gpus import reason
+
+PROBE_TIMEOUT = 180.0
+"""Seconds. A cold import of PyTorch from a network disk takes a minute, and a driver that starts ten seconds."""
+
+PROBE = """\
+import json, torch
+try:
+    torch.cuda.init()
+    error, count = "", torch.cuda.device_count()
+except Exception as problem:
+    error, count = str(problem) or type(problem).__name__, 0
+print(json.dumps({"error": error, "count": count, "cuda": torch.version.cuda, "torch": torch.__version__}))
+"""
 
 # fp8 and FlashAttention exist from some generation of GPUs on. A GPU whose generation is unknown is taken to be
 # able: a wrong refusal would be worse than the worker's own error.
@@ -26,6 +45,39 @@ FLASH_ATTENTION: dict[int, tuple[Capability, Capability]] = {
     4: ((9, 0), ANY_LATER),
 }
 """Version -> first and last generation: 2 from Ampere on, 3 Hopper alone, 4 from Hopper on."""
+
+
+def check_gpus_open(machine: Machine) -> list[Problem]:
+    """Return the problem of a machine whose GPUs PyTorch cannot open; takes seconds where there are GPUs."""
+    if not (gpus := machine.gpus) or not has_module("torch"):  # that it is missing is another problem
+        return []
+    hint = (
+        "install that driver, or a PyTorch for the one that is there; in a container look at its devices "
+        '(docker run --gpus all); or start with CUDA_VISIBLE_DEVICES="" to compute on the CPU'
+    )
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-P", "-c", PROBE],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT,
+            check=True,
+            env=without_secrets(os.environ) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)},
+        )
+        found = json.loads(probe.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        message = f"PyTorch does not answer within {PROBE_TIMEOUT:.0f} s about the GPUs of this machine"
+        return [Problem("", message, hint=hint)]
+    except (OSError, subprocess.CalledProcessError, ValueError, IndexError) as error:
+        words = (getattr(error, "stderr", "") or str(error)).strip().splitlines() or [type(error).__name__]
+        return [Problem("", f"PyTorch cannot be asked about the GPUs of this machine: {words[-1]}", hint=hint)]
+    there, named = f"this machine has GPU{'s' * (len(gpus) > 1)} {', '.join(gpus)}", f"PyTorch {found['torch']}"
+    if found["error"]:
+        message = f"{there}, and {named} cannot open them: {reason(found['error'], found['cuda'])}"
+        return [Problem("", message, hint=hint)]
+    if found["count"] < len(gpus):
+        return [Problem("", f"{there}, and {named} can open {found['count']} of them", hint=hint)]
+    return []
 
 
 def check_hardware(config: Config, machine: Machine) -> list[Problem]:

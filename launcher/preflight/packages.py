@@ -70,12 +70,16 @@ def missing_optimizers(config: Config, installed: Callable[[str], bool]) -> Iter
             yield Problem(f"{section}.optm_name", "torchao is not installed, which has this optimizer", name, hint)
 
 
-FLASH_PACKAGES = {
-    2: ("flash_attn", "flash-attn"),
-    3: ("flash_attn_interface", "flash-attn-3"),
-    4: ("flash_attn", "flash-attn-4"),
+FLASH = {
+    2: ("flash_attn.flash_attn_interface", "pip install flash-attn --no-build-isolation"),
+    3: (
+        "flash_attn_interface",
+        "pip install --no-build-isolation 'git+https://github.com/Dao-AILab/flash-attention.git#subdirectory=hopper'",
+    ),
+    4: ("flash_attn.cute", "pip install --pre 'flash-attn-4[cu13]'"),
 }
-"""Version -> the module that it brings, and its package."""
+"""Version -> a module that it alone brings (2 and 4 share a package), and how it is installed: PyPI has the
+sources of 2, which take an hour of all cores to build, nothing of 3, and pre-releases of 4, which is Python."""
 
 
 def missing_kernels(config: Config, installed: Callable[[str], bool]) -> Iterator[Problem]:
@@ -94,8 +98,8 @@ def missing_kernels(config: Config, installed: Callable[[str], bool]) -> Iterato
         (key, True, module, hint) for key, module, hint in switches if attrgetter(key)(config)
     ]
     if (version := config.train.fa_version) is not None:
-        module, package = FLASH_PACKAGES[version]
-        required.append(("train.fa_version", version, module, f"install {package} for your CUDA, or leave it out"))
+        module, command = FLASH[version]
+        required.append(("train.fa_version", version, module, f"{command}, or leave it out"))
     for key, value, module, hint in required:
         if not installed(module):
             yield Problem(key, f"the package {module} is not installed, whose kernels it asks for", value, hint)

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from policy_worker.errors import PolicyError, RendezvousError, SettingsError
 from policy_worker.parallel.mesh import ParallelDims, device_mesh
 from policy_worker.process import RankEnvironment
+from schema.util.gpus import UnusableGpuError, require_dealt_gpus
 from weight_sync import HubNames
 from weight_sync.publishing.gather import TensorGathering
 
@@ -292,8 +293,12 @@ def _bytes_of(tensor: Tensor) -> bytes:
 def pick_device(number: int) -> torch.device:
     """One of the accelerators that this process sees, or the CPU where there is none.
 
-    Raises `SettingsError`: it sees fewer."""
+    Raises `SettingsError`: it sees fewer, or cannot open those that the launcher dealt to it."""
     if not torch.cuda.is_available():
+        try:
+            require_dealt_gpus(torch.cuda.init, torch.version.cuda)
+        except UnusableGpuError as error:
+            raise SettingsError(str(error)) from error
         return torch.device("cpu")
     if number >= torch.cuda.device_count():
         raise SettingsError(

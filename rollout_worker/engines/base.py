@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from schema.util.gpus import UnusableGpuError, dealt_gpus, require_dealt_gpus
 from schema.wire.weights import Piece, Publication
 
 if TYPE_CHECKING:
@@ -65,6 +66,22 @@ class EngineFailed(EngineError):
 
 class WeightMismatch(EngineError):
     """The weights inside of the engine are not those it was given. Names the first tensors that differ."""
+
+
+def check_no_gpu_was_dealt() -> None:
+    """Return if an engine may run on the CPU. Raises `EngineConfigError`: the launcher dealt GPUs to this process."""
+    import torch  # an engine that runs has imported it
+
+    if not (dealt := dealt_gpus()):
+        return
+    try:
+        require_dealt_gpus(torch.cuda.init, torch.version.cuda)
+    except UnusableGpuError as error:
+        raise EngineConfigError(str(error)) from error
+    raise EngineConfigError(
+        f"the launcher dealt {dealt} GPU{'s' * (dealt > 1)} to this process, PyTorch can use them, and the installed "
+        f"engine computes on the CPU: install the engine's build for GPUs (docs/gpu.md)"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The machine that this process runs on."""
+"""The machine that this process runs on, and whether the process that started it still lives."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 PROC = Path("/proc")
 MAX_SOCKET_PATH = 107
 """Bytes of the path of a unix socket (sun_path)."""
+LOOKS = 3
+"""A chain in which a process ends while it is read is read again."""
 
 
 @cache
@@ -38,3 +40,25 @@ def short_directory(suffix_bytes: int) -> Path:
     `suffix_bytes` more exceed the length of a socket's address."""
     chosen = tempfile.gettempdir()
     return Path(chosen if len(os.fsencode(chosen)) + suffix_bytes <= MAX_SOCKET_PATH else "/tmp")  # noqa: S108 - 0700 each
+
+
+def descends_from(pid: int) -> bool:
+    """Whether a process is the parent of this one, or above it: others (a profiler) may stand in between.
+
+    Above all is the first process, to which orphans go: it counts as a parent alone. Without /proc only the parent
+    is seen.
+    """
+    return os.getppid() == pid or any(_is_above(pid) for _ in range(LOOKS))
+
+
+def _is_above(pid: int) -> bool:
+    ancestor = os.getppid()
+    while ancestor > 1:
+        if ancestor == pid:
+            return True
+        try:
+            fields = (PROC / str(ancestor) / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return False
+        ancestor = int(fields[1])
+    return False

@@ -36,6 +36,7 @@ from rollout_worker.engines.base import (
     SharedWeights,
     WeightMismatch,
     WeightSource,
+    check_no_gpu_was_dealt,
     check_request,
 )
 from rollout_worker.engines.checksum import Tally, loses_bits
@@ -359,7 +360,9 @@ class TransformersEngine:
             # cuBLAS is not deterministic without it, and it is read once.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True, warn_only=True)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not (on_gpu := torch.cuda.is_available()):
+            check_no_gpu_was_dealt()
+        device = torch.device("cuda" if on_gpu else "cpu")
         model = models.load_model(
             settings.model_path,
             settings.revision,

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import psutil
 from pydantic import ValidationError
 
-from rollout_worker.engines.base import EngineConfigError, EngineFailed
+from rollout_worker.engines.base import EngineConfigError, EngineFailed, check_no_gpu_was_dealt
 from rollout_worker.engines.vllm import processes
 from rollout_worker.engines.vllm.arguments import (
     LATENT_ON_CPU,
@@ -172,7 +172,8 @@ def engine_config(config: Config, nodes: Nodes | None = None, tokenizer: Path | 
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
-    on_cpu = bool(current_platform.is_cpu())
+    if on_cpu := bool(current_platform.is_cpu()):
+        check_no_gpu_was_dealt()
     check_sampling(config, known=SamplingParams.__struct_fields__)
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     arguments = engine_arguments(config, known=known, on_cpu=on_cpu, tokenizer=tokenizer)

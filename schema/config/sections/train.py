@@ -144,7 +144,7 @@ class TrainingConfig(PrecisionKeys, OptimizerKeys):
         "why.", acts="number: Whether torch uses deterministic kernels, and each group is decoded by itself.")
     fa_version: int | None = cosmos_key(None,
         "FlashAttention version that computes the attention of training, on GPUs: 2 (package flash-attn), 3 "
-        "(flash-attn-3, Hopper) or 4 (flash-attn-4, from Hopper on). Unset: torch's own kernels.", ge=2, le=4,
+        "(from its sources, Hopper) or 4 (flash-attn-4, from Hopper on). Unset: torch's own kernels.", ge=2, le=4,
         example=3, acts="number: Which kernel computes the attention.")
     seed: Seed | None = cosmos_key(None,
         "Seed of the job: order of data, initialisation and, unless said otherwise, sampling. Unset: 42.",

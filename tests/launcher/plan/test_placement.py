@@ -11,6 +11,7 @@ from launcher.plan.needs import PlacementError, needs
 from launcher.plan.placement import controller, joined, place, place_elastic
 from launcher.restarts import Role
 from schema.config import Config, Problem
+from schema.util.gpus import VARIABLE
 from tests.launcher.samples import config
 
 
@@ -30,6 +31,7 @@ def test_on_cpu_one_rank_and_one_replica_share_the_cores():
     for spec in (policy, rollout):
         assert spec.env["COSMOS_CPU_THREADS"] == spec.env["OMP_NUM_THREADS"] == "1"
         assert spec.env["CUDA_VISIBLE_DEVICES"] == ""
+        assert VARIABLE not in spec.env, "a job for the CPU may run on a machine with GPUs"
         assert not any("TOKEN" in key for key in spec.env)
     assert replicas[0].rendezvous
     assert not replicas[1].rendezvous
@@ -48,6 +50,7 @@ def test_minus_one_takes_the_gpus_that_rollouts_leave():
     assert [spec.name for spec in ranks] == [f"policy-0-rank{i}" for i in range(6)]
     assert [spec.env["LOCAL_RANK"] for spec in ranks] == list("012345")
     assert {spec.env["CUDA_VISIBLE_DEVICES"] for spec in ranks} == {"0,1,2,3,4,5"}
+    assert {spec.env[VARIABLE] for spec in ranks} == {"6"}
     assert [replica.processes[0].env["CUDA_VISIBLE_DEVICES"] for replica in replicas[1:]] == ["6", "7"]
 
 
@@ -416,4 +419,7 @@ def test_rollouts_that_join_from_elsewhere_take_no_device():
     replicas = place(job, Machine(8, gpus(4)), rollouts=False)
     assert [replica.name for replica in replicas] == ["policy-0"]
     assert len(replicas[0].processes) == 4
-    assert joined(job, "rollout-7").processes[0].env["COSMOS_REPLICA_NAME"] == "rollout-7"
+    without, with_two = (joined(job, "rollout-7", count).processes[0].env for count in (0, 2))
+    assert without["COSMOS_REPLICA_NAME"] == with_two["COSMOS_REPLICA_NAME"] == "rollout-7"
+    assert VARIABLE not in without
+    assert with_two[VARIABLE] == "2"

@@ -15,7 +15,7 @@ import pytest
 from launcher.plan import redis_server
 from launcher.plan.machine import Machine, count_cores, find_machine, has_module
 from launcher.preflight.checks import check_machine, check_redis, unset_variables
-from launcher.preflight.hardware import check_engine_hardware, check_hardware
+from launcher.preflight.hardware import check_engine_hardware, check_gpus_open, check_hardware
 from launcher.preflight.packages import (
     check_engine_version,
     check_overrides,
@@ -164,6 +164,16 @@ def test_gpus_that_torch_cannot_use_are_a_warning(tmp_path: Path):
     assert "without CUDA" in unused.message
 
 
+def test_gpus_that_pytorch_cannot_open_end_the_start():
+    """A device that no machine has stands for one that this driver does not run."""
+    assert check_gpus_open(Machine(8)) == []
+    (problem,) = check_gpus_open(Machine(8, ("99",)))
+    assert problem.message.startswith("this machine has GPU 99, and PyTorch 2.")
+    assert "cannot open them: " in problem.message
+    assert "driver" in problem.message or "built without CUDA" in problem.message
+    assert 'CUDA_VISIBLE_DEVICES=""' in (problem.hint or "")
+
+
 def test_a_job_for_gpus_is_a_warning_where_there_are_none(tmp_path: Path):
     large = job(tmp_path, policy={"parallelism": {"tp_size": 1, "dp_shard_size": 4}})
     (warning,) = check_machine(large, Machine(64)).warnings
@@ -265,8 +275,9 @@ def test_a_vllm_of_which_nothing_is_known_is_named(tmp_path: Path, installed: st
     [
         ({"train": {"fp8": {"enable_fp8": True}}}, "train.fp8.enable_fp8", "torchao"),
         ({"policy": {"enable_liger_kernel": True}}, "policy.enable_liger_kernel", "liger_kernel"),
-        ({"train": {"fa_version": 2}}, "train.fa_version", "flash_attn"),
+        ({"train": {"fa_version": 2}}, "train.fa_version", "flash_attn.flash_attn_interface"),
         ({"train": {"fa_version": 3}}, "train.fa_version", "flash_attn_interface"),
+        ({"train": {"fa_version": 4}}, "train.fa_version", "flash_attn.cute"),
         ({"rollout": {"vllm_use_flashinfer": True}}, "rollout.vllm_use_flashinfer", "flashinfer"),
     ],
 )
@@ -395,6 +406,27 @@ def test_this_machine():
     assert found.cores == count_cores()
     assert has_module("json")
     assert not has_module("no_such_module_at_all")
+    assert has_module("xml.dom.minidom")
+    assert not has_module("xml.no_such_module")
+    assert not has_module("no_such_module_at_all.inner")
+    assert not has_module("zlib.inner"), "which is no package"
+
+
+@pytest.mark.parametrize(("version", "other"), [(2, 4), (4, 2)])
+def test_one_version_of_flash_attention_is_not_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, other: int
+):
+    """Both are below `flash_attn`, which is not imported: that takes seconds, and CUDA."""
+    file = tmp_path / {2: "flash_attn/flash_attn_interface.py", 4: "flash_attn/cute/__init__.py"}[version]
+    file.parent.mkdir(parents=True)
+    file.touch()
+    if version == 2:
+        (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('no CUDA')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert list(missing_kernels(config(train={"fa_version": version}), has_module)) == []
+    (problem,) = missing_kernels(config(train={"fa_version": other}), has_module)
+    assert problem.value == other
+    assert "pip install" in (problem.hint or "")
 
 
 # ---- pass-through options ------------------------------------------------------------------------------------

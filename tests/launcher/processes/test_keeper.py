@@ -217,7 +217,7 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
 WORKER = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from schema.util.ancestors import descends_from
+from schema.util.host import descends_from
 above = int(os.environ["COSMOS_PARENT_PID"])
 assert os.getppid() != above and descends_from(above) and not descends_from(1)
 give_up = time.monotonic() + 300
