@@ -45,6 +45,21 @@ def test_the_schema_needs_no_server_libraries() -> None:
     assert result.returncode == 0, result.stderr
 
 
+WHOLE_DEVICE = re.compile(r"\b(?:cuda|accelerator)\.synchronize\(")
+WAITS_FOR_ALL = {
+    "rollout_worker.engines.vllm.transfer": "the engine has paused, and its next step is to read the weights",
+    "rollout_worker.engines.vllm.nccl": "vLLM's engine receives on streams of its own",
+}
+"""Modules that wait for everything on a device, and why."""
+
+
+def test_a_trainer_waits_for_its_own_stream() -> None:
+    """A broadcast of weights on another stream takes up to half a minute."""
+    packages = ("policy_worker", "rollout_worker", "weight_sync")
+    paths = {name: path for name, path in counts.modules().items() if name.partition(".")[0] in packages}
+    assert {name for name, path in paths.items() if WHOLE_DEVICE.search(path.read_text())} == set(WAITS_FOR_ALL)
+
+
 def test_package_roots_hold_entry_points_and_little_else() -> None:
     assert len(counts.roots()) <= 43, counts.roots()
     assert counts.crowded() == {}

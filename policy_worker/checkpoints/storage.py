@@ -117,7 +117,7 @@ class Staging:
     The memory is kept for the next save: the first touch of fresh pages costs more than the copy itself."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pin, self._copies = device.type == "cuda", dict[str, Tensor]()
+        self._device, self._pin, self._copies = device, device.type == "cuda", dict[str, Tensor]()
 
     def copy(self, pieces: list[TensorPiece]) -> list[TensorPiece]:
         """The same pieces in host memory; those of an earlier call are overwritten."""
@@ -130,7 +130,7 @@ class Staging:
                 )
             self._copies[piece.name] = copy.copy_(piece.data, non_blocking=self._pin)
         if self._pin:
-            torch.cuda.synchronize()
+            torch.cuda.current_stream(self._device).synchronize()
         return [TensorPiece(p.key, p.offsets, p.size, self._copies[p.name]) for p in pieces]
 
 

@@ -37,7 +37,7 @@ def mapped(tensor: Tensor, move: Callable[[Tensor], Tensor]) -> Any:
 
 
 def on_host(tensor: Tensor) -> Any:
-    """A copy in host memory, which may be on its way from an accelerator until that is synchronised."""
+    """A copy in host memory, which may be on its way from an accelerator until its current stream has reached it."""
 
     def move(part: Tensor) -> Tensor:
         host = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
@@ -52,9 +52,9 @@ def on_device(tensor: Tensor, device: torch.device) -> Any:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until all copies have arrived."""
+    """Wait until the copies of this thread's current stream have arrived, whatever other streams still do."""
     if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def local_of(tensor: Any) -> Tensor:
@@ -67,6 +67,7 @@ class Gradients:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.kept: dict[nn.Parameter, Any] = {}
+        self._arrivals: list[torch.Event] = []
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._take)
 
@@ -77,13 +78,17 @@ class Gradients:
         kept = self.kept.get(parameter)
         if kept is None:
             self.kept[parameter] = on_host(gradient)
+            if (device := local_of(gradient).device).type != "cpu":
+                # FSDP2 calls this on a stream of its own, on which it has reduced the gradient.
+                self._arrivals.append(torch.accelerator.current_stream(device).record_event())
         else:  # of an earlier micro-batch
             local_of(kept).add_(local_of(gradient).to("cpu"))
 
     def bring_back(self) -> None:
         """Give each parameter its gradient."""
-        for device in {local_of(parameter).device for parameter in self.kept}:
-            synchronise(device)
+        for arrival in self._arrivals:
+            arrival.synchronize()
+        self._arrivals = []
         while self.kept:  # each leaves the host as it arrives
             parameter, kept = self.kept.popitem()
             parameter.grad = on_device(kept, local_of(parameter).device)

@@ -269,6 +269,7 @@ class _Process:
         """
         passed = [name for name in (*PASSED_ENVIRONMENT, *variables) if name in os.environ]
         environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs are the engine's, to the last byte of their memory
         environment |= {name: os.environ[name] for name in passed}
         reading, writing = os.pipe()
         os.set_blocking(reading, False)

@@ -42,8 +42,8 @@ class PinnedCopy:
             held.copy_(tensor, non_blocking=True)
             if tensor.device.type == "cuda":
                 devices.add(tensor.device)
-        for device in devices:
-            torch.cuda.synchronize(device)
+        for device in devices:  # not for other streams: a broadcast of weights may take half a minute
+            torch.cuda.current_stream(device).synchronize()
 
     def announce(self) -> None:
         """Take note that what was taken has been announced."""

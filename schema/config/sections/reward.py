@@ -57,7 +57,8 @@ class RewardConfig(Section):
         acts="request or reply: When a job whose rewards time out fails.")
     environment: list[str] = key([],
         "Variables that reward processes get from the environment of the job, by name. Of all others they see PATH, "
-        "HOME and the like; no secret.", acts="process: Environment of a reward process.", example=["OPENAI_API_KEY"])
+        "HOME and the like; no secret, and no GPU: CUDA_VISIBLE_DEVICES is empty unless it is named here.",
+        acts="process: Environment of a reward process.", example=["OPENAI_API_KEY"])
     prompt_forms: list[Literal["raw_prompt_ids", "full_prompt"]] = key([],
         "What rewards get of the prompt in addition to the row: its token ids without the chat template "
         '(`row["raw_prompt_ids"]`), its text with it (`row["full_prompt"]`). The raw chat is always `row["prompt"]`.',

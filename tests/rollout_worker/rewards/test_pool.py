@@ -220,9 +220,11 @@ def test_a_function_that_cannot_be_had_is_refused_at_start(tmp_path: Path) -> No
         run(with_pool(f"{tmp_path}/nowhere.py:f", []))
 
 
+@pytest.mark.parametrize("gpus", [[], ["CUDA_VISIBLE_DEVICES"]], ids=["of the engine", "named"])
 def test_of_the_environment_a_reward_process_gets_what_is_named(
-    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[str]
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setenv("COSMOS_TOKEN", "do-not-tell")
     monkeypatch.setenv("WANDB_API_KEY", "do-not-tell")
     monkeypatch.setenv("JUDGE_KEY", "tell")
@@ -231,7 +233,7 @@ def test_of_the_environment_a_reward_process_gets_what_is_named(
     file = tmp_path / "environment.json"
 
     async def work() -> None:
-        async with running(name, environment=["JUDGE_KEY"]) as pool:
+        async with running(name, environment=["JUDGE_KEY", *gpus]) as pool:
             await pool.submit(Task("", {"file": str(file)}, (name,)))
 
     run(work())
@@ -240,6 +242,7 @@ def test_of_the_environment_a_reward_process_gets_what_is_named(
     assert not {"COSMOS_TOKEN", "WANDB_API_KEY"} & seen.keys()
     assert "do-not-tell" not in seen.values()
     assert (seen["JUDGE_KEY"], seen["COSMOS_PARENT_PID"]) == ("tell", "4711")
+    assert seen["CUDA_VISIBLE_DEVICES"] == ("3" if gpus else "")
 
 
 def test_a_variable_that_is_not_there_is_named_with_the_key_that_passes_it(tmp_path: Path) -> None:
