@@ -40,7 +40,7 @@ CONTROL_MARGIN = timedelta(minutes=2)
 
 class RankGroup:
     """All ranks of this replica. store: where they meet; None: at MASTER_ADDR and MASTER_PORT. `control_timeout`
-    seconds bound the wait for a control message."""
+    seconds bound the wait for a control message. ranks_here: how many of them are on this machine."""
 
     def __init__(
         self, environment: RankEnvironment, store: dist.Store | None = None, control_timeout: float = 600.0
@@ -49,7 +49,7 @@ class RankGroup:
         self.device = pick_device(environment.local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._ranks_here, self._rank_here = environment.local_world, environment.local_rank
+        self.ranks_here, self._rank_here = environment.local_world, environment.local_rank
         _initialise(environment, self.device, store)
         self.sizes = ParallelDims(dp_shard=self.world)
         self._mesh: DeviceMesh | None = None
@@ -98,7 +98,7 @@ class RankGroup:
         role: 1 for the first role with devices of its own, 2 for the next one.
 
         Raises `SettingsError`: there are fewer."""
-        return pick_device(role * self._ranks_here + self._rank_here)
+        return pick_device(role * self.ranks_here + self._rank_here)
 
     def set_control_timeout(self, seconds: float) -> None:
         """A collective, before `arrange`; called by all ranks with the same value."""

@@ -54,6 +54,11 @@ MOST_THREADS = 8
 """Threads that encode: few cores saturate what a store takes, and the others feed the training."""
 
 
+def encoding_threads(cores: int, ranks_here: int) -> int:
+    """Return how many threads of a rank encode. cores: of its machine, which `ranks_here` ranks share."""
+    return max(1, min(MOST_THREADS, cores // ranks_here))
+
+
 @dataclass(frozen=True)
 class PublishTarget:
     """Where versions go. name: of the job, in front of each version's. timeline: of the job."""
@@ -102,7 +107,7 @@ class Release:
         self._full_asked = False
         self._collecting = Background("collect")
         self._tidied = False
-        threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // group.world))
+        threads = encoding_threads(len(os.sched_getaffinity(0)), group.ranks_here)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="encode") if threads > 1 else None
 
     # ---- for the training's thread --------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from policy_worker.weights.publication_record import RECORD, PublicationRecord, read_record
+from policy_worker.weights.release import encoding_threads
 from weight_sync import DirectoryStore
 from weight_sync.stores import version_name
 
@@ -49,3 +50,11 @@ def test_files_that_could_not_be_removed_in_time_go_with_the_next_trainer(tmp_pa
     successor.tidy(None)
     assert store.versions() == []
     assert read_record(tmp_path / RECORD) == {0: [], 1: [], 2: []}
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks_here", "threads"), [(96, 8, 8), (96, 1, 8), (16, 8, 2), (4, 8, 1), (2, 1, 2)]
+)
+def test_ranks_of_one_machine_share_its_cores_to_encode(cores: int, ranks_here: int, threads: int):
+    """And not with the ranks of other machines, which have cores of their own."""
+    assert encoding_threads(cores, ranks_here) == threads
