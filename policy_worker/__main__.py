@@ -23,6 +23,7 @@ from policy_worker.process import (
     enforce,
     install_signals,
     set_up_logging,
+    set_up_torch,
     watch_parent,
 )
 from schema.util.imports import without_collections
@@ -44,6 +45,7 @@ def main() -> int:
     install_signals(shutdown)
     enforce(shutdown)
     watch_parent(environment.parent, shutdown)
+    set_up_torch(ranks.local_world)
     return _run(environment, ranks, shutdown)
 
 

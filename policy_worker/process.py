@@ -8,10 +8,12 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from types import FrameType
 
 from policy_worker.errors import SettingsError
+from schema.util.gpus import dealt_gpus
 from schema.util.host import descends_from
 from schema.util.imports import wait_asleep
 from schema.util.text import configure_logging
@@ -107,6 +109,29 @@ def set_up_logging(rank: int) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     wait_asleep()
+
+
+MOST_COMPILE_THREADS = 32
+"""What PyTorch itself takes on a large machine, for each process."""
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""PyTorch 2.9 renamed the variable, and reads both."""
+
+
+def set_up_torch(
+    ranks_here: int, cores: int | None = None, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Set what PyTorch reads of the environment when it is imported; what the user has set stays.
+
+    The threads that compile share the cores of a machine among its ranks: PyTorch would start 32 for each. On GPUs
+    segments of memory grow, for micro-batches of many sizes leave gaps between those of a fixed one.
+
+    cores: of this machine; None: those that this process may use.
+    """
+    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    threads = max(1, min(MOST_COMPILE_THREADS, cores // ranks_here))
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    if dealt_gpus(environment) and not environment.keys() & set(ALLOCATORS):
+        environment[ALLOCATORS[-1]] = "expandable_segments:True"
 
 
 class ShutdownRequest:

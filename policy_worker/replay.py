@@ -26,6 +26,7 @@ from policy_worker.process import (
     install_signals,
     number_of,
     set_up_logging,
+    set_up_torch,
     watch_parent,
 )
 from schema.config import Config
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         install_signals(shutdown)
         enforce(shutdown)
         watch_parent(number_of("COSMOS_PARENT_PID"), shutdown)
+        set_up_torch(ranks.local_world)
         _run(options, ranks, shutdown)
     except PolicyError as error:
         log.error("%s: %s", type(error).__name__, error)

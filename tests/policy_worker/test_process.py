@@ -9,7 +9,8 @@ import threading
 import pytest
 
 from policy_worker.errors import SettingsError
-from policy_worker.process import Environment, RankEnvironment, ShutdownRequest
+from policy_worker.process import Environment, RankEnvironment, ShutdownRequest, set_up_torch
+from schema.util.gpus import variable_for
 from tests.support.waiting import PATIENCE
 
 NAMES = ("COSMOS_CONTROLLER_URL", "COSMOS_TOKEN", "COSMOS_REPLICA_NAME", "COSMOS_CPU_THREADS", "COSMOS_PARENT_PID")
@@ -121,3 +122,21 @@ def test_who_does_not_leave_is_ended():
 def test_the_death_of_the_parent_asks_to_leave():
     no_parent = os.getpid() + 1_000_000  # anything but the real one: as if that had ended
     assert run("orphan", str(no_parent)) == (0, "the process that started this one has ended\n")
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks_here", "threads"), [(96, 8, "12"), (256, 1, "32"), (2, 1, "2"), (4, 8, "1")]
+)
+def test_ranks_of_one_machine_share_its_cores_to_compile(cores: int, ranks_here: int, threads: str):
+    environment: dict[str, str] = {}
+    set_up_torch(ranks_here, cores, environment)
+    assert environment == {"TORCHINDUCTOR_COMPILE_THREADS": threads}
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_what_the_user_sets_of_pytorch_stays(name: str):
+    on_gpu, chosen = variable_for(1), {"TORCHINDUCTOR_COMPILE_THREADS": "3", name: "max_split_size_mb:64"}
+    set_up_torch(1, 8, environment := dict(on_gpu))
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    set_up_torch(1, 8, environment := on_gpu | chosen)
+    assert environment == on_gpu | chosen
