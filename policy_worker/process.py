@@ -112,7 +112,7 @@ def set_up_logging(rank: int) -> None:
 
 
 MOST_COMPILE_THREADS = 32
-"""What PyTorch itself takes on a large machine, for each process."""
+"""PyTorch takes as many on a large machine, for each process."""
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """PyTorch 2.9 renamed the variable, and reads both."""
 
