@@ -29,11 +29,17 @@ def rehearse(python: Path | str, out: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_every_section_works_where_a_gpu_would_be(tmp_path: Path) -> None:
-    """All but vLLM, which such a machine lacks; it is started by nothing but the interpreter and the wheels."""
+EVERY = [section.name for section in SECTIONS if section.name != "vllm"]
+"""All but vLLM, which a machine made for PyTorch lacks."""
+USUAL = ["transport", "deltas", "training", "publication"]
+"""The sections of every run: a process with models, one without, a training step, and what is published."""
+
+
+@pytest.mark.parametrize("names", [USUAL, pytest.param(EVERY, marks=pytest.mark.soak)], ids=["usual", "every"])
+def test_sections_work_where_a_gpu_would_be(tmp_path: Path, names: list[str]) -> None:
+    """They are started by nothing but the interpreter and the wheels."""
     there = LIKE_A_GPU_MACHINE.exists()
     wheels = ["--from-wheels", str(ROOT / ".venv-gpu" / "wheels")] if there else []
-    names = [section.name for section in SECTIONS if section.name != "vllm"]
     found = rehearse(LIKE_A_GPU_MACHINE if there else sys.executable, tmp_path, *wheels, "--only", ",".join(names))
     if there:
         assert found["machine"]["torch"].startswith("2.11.")

@@ -136,15 +136,13 @@ def share(completion: str, row: dict[str, object]) -> float:
 """
 
 
-@pytest.mark.parametrize("steps", [6, pytest.param(25, marks=pytest.mark.soak)])
-def test_a_mixture_of_experts_learns_from_what_vllm_generates(tmp_path: Path, steps: int) -> None:
-    """On-policy: experts that are updated wrongly show as a difference between trainer and engine at once.
-
-    In 25 steps the reward rises."""
+@pytest.mark.soak
+def test_a_mixture_of_experts_learns_from_what_vllm_generates(tmp_path: Path) -> None:
+    """On-policy: experts that are updated wrongly show as a difference between trainer and engine at once."""
     make = [sys.executable, str(QUICKSTART / "make_model.py"), "--experts", "4", "--out", str(tmp_path / "model")]
     subprocess.run(make, check=True, timeout=PATIENCE)
     (tmp_path / "rewards.py").write_text(LETTERS)
-    config = write_config(tmp_path, tmp_path / "model", engine="vllm", steps=steps, bound=0, validation=False)
+    config = write_config(tmp_path, tmp_path / "model", engine="vllm", steps=25, bound=0, validation=False)
     settings = [
         f'train.train_policy.reward_function={{ "{tmp_path}/rewards.py:share" = 1.0 }}',
         "train.optm_lr=3e-3",
@@ -155,7 +153,6 @@ def test_a_mixture_of_experts_learns_from_what_vllm_generates(tmp_path: Path, st
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     check_ledger(summary, summary["ledger"]["bound"])
     metrics = [step["metrics"] for step in summary["steps"]]
-    assert len(metrics) == steps
     assert max(step["mismatch/engine_ratio_max"] for step in metrics) < 1.001, "of each token, at each version"
     rewards = [step["reward_mean"] for step in metrics]
-    assert steps < 25 or mean(rewards[-3:]) > mean(rewards[:3]) + 0.2, "0.4 was seen"
+    assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.2, "0.4 was seen"
