@@ -38,6 +38,7 @@ from policy_worker.errors import DamagedCheckpointError
 from weight_sync.errors import WeightError
 from weight_sync.layout import dtype_name, tensor_bytes
 from weight_sync.publishing.gather import Box
+from weight_sync.publishing.host_arena import HostArena
 from weight_sync.stored import StoredTensor, all_of, open_file
 
 State = dict[str, Tensor]
@@ -118,6 +119,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pin, self._copies = device, device.type == "cuda", dict[str, Tensor]()
+        self._arena = HostArena(pinned=self._pin)
 
     def copy(self, pieces: list[TensorPiece]) -> list[TensorPiece]:
         """The same pieces in host memory; those of an earlier call are overwritten."""
@@ -125,9 +127,7 @@ class Staging:
         for piece in pieces:
             copy = kept.pop(piece.name, None)
             if copy is None or copy.shape != piece.data.shape or copy.dtype != piece.data.dtype:
-                copy = torch.empty_like(
-                    piece.data, device="cpu", memory_format=torch.contiguous_format, pin_memory=self._pin
-                )
+                copy = self._arena.tensor(piece.data.shape, piece.data.dtype)
             self._copies[piece.name] = copy.copy_(piece.data, non_blocking=self._pin)
         if self._pin:
             torch.cuda.current_stream(self._device).synchronize()

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from weight_sync.publishing.host_arena import HostArena
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -27,6 +29,7 @@ class PinnedCopy:
         """The snapshot; whose it is while it is published is for the caller to say."""
         self.announced: Tensors | None = None
         """The newest version that was announced; None: there is none, or none is kept."""
+        self._arenas: dict[bool, HostArena] = {}
 
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy the tensors as they are now, each dropped before the next is asked for. Complete when it returns."""
@@ -34,16 +37,19 @@ class PinnedCopy:
         for name, tensor in tensors:
             held = self.taken.get(name)
             if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-                # Pinned, so that the copy runs at the speed of the bus.
-                held = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda"
-                )
-                self.taken[name] = held
+                held = self.taken[name] = self._room(tensor)
             held.copy_(tensor, non_blocking=True)
             if tensor.device.type == "cuda":
                 devices.add(tensor.device)
         for device in devices:  # not for other streams: a broadcast of weights may take half a minute
             torch.cuda.current_stream(device).synchronize()
+
+    def _room(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return host memory for a tensor, pinned where it is on a GPU."""
+        pinned = tensor.device.type == "cuda"
+        if pinned not in self._arenas:
+            self._arenas[pinned] = HostArena(pinned=pinned)
+        return self._arenas[pinned].tensor(tensor.shape, tensor.dtype)
 
     def announce(self) -> None:
         """Take note that what was taken has been announced."""
