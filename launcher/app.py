@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from launcher.commands import configuration, convert, init, kept, machines, operate, plot, samples, try_reward
-from launcher.commands.options import Overrides, print_json, print_problems
+from launcher.commands.options import Cores, GpuMemory, HostMemory, Overrides, print_json, print_problems
 from launcher.errors import LaunchError
 from launcher.processes.signals import ended_at_once
+
+if TYPE_CHECKING:
+    from launcher.plan.machine import DescribedMachine
 
 HELP = """
 Train a language model by asynchronous reinforcement learning, from one file.
@@ -188,6 +192,10 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check everything, show processes and memory, start nothing.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON, for programs.")]
+Gpus = Annotated[
+    int | None,
+    typer.Option("--gpus", min=0, help="With --dry-run: plan for another machine, with so many GPUs on each node."),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -206,9 +214,17 @@ def run(
     apply: Apply = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
+    gpus: Gpus = None,
+    gpu_memory: GpuMemory = None,
+    cores: Cores = None,
+    host_memory: HostMemory = None,
 ) -> None:
     """Run a job (without a command)."""
-    of_a_run = (config, set_, resume is not None, dry_run, as_json, head, node is not None, target != "local")
+    from launcher.plan.machine import DescribedMachine
+
+    described = DescribedMachine(gpus, gpu_memory, cores, host_memory)
+    chosen = (resume is not None, node is not None, target != "local", not described.is_empty)
+    of_a_run = (config, set_, dry_run, as_json, head, *chosen)
     if context.invoked_subcommand is not None:
         if any(of_a_run):
             raise LaunchError(
@@ -222,15 +238,16 @@ def run(
         raise LaunchError("--json needs --dry-run", "a run writes summary.json at its end")
     dependent = (
         ("--node", node is not None, bool(head), "--head"),
+        ("--gpus", gpus is not None, dry_run, "--dry-run"),
+        ("--gpu-memory", gpu_memory is not None, dry_run and bool(gpus), "--dry-run --gpus"),
+        ("--cores", cores is not None, dry_run, "--dry-run"),
+        ("--host-memory", host_memory is not None, dry_run, "--dry-run"),
         ("--output", output, target != "local", "--target slurm or kubernetes"),
         ("--sbatch", sbatch, target == "slurm", "--target slurm"),
         ("--rollout-array", rollout_array, target == "slurm", "--target slurm"),
         ("--apply", apply, target != "local", "--target slurm or kubernetes"),
     )
-    if alone := next(
-        ((name, required) for name, is_given, is_allowed, required in dependent if is_given and not is_allowed), None
-    ):
-        raise LaunchError(f"{alone[0]} needs {alone[1]}", f"write {alone[1]}, or leave {alone[0]} out")
+    _check_dependent(dependent)
     configs, overrides = config or [], set_ or []
     if target != "local" and (head or resume is not None or dry_run):
         raise LaunchError(
@@ -247,26 +264,43 @@ def run(
 
         options = slurm.SlurmOptions(configs, overrides, output, sbatch or [], rollout_array, apply)
         raise typer.Exit(slurm.write(options, os.environ))
+    if dry_run:
+        _show_plan(configs, overrides, resume, described, as_json)
+        return
     with ended_at_once():
-        from launcher.job.checked import check
+        from launcher.job.launch import launch
         from launcher.job.request import Cluster, LaunchRequest
         from launcher.nodes.announcement import HeadAddress
 
-        if not dry_run:
-            from launcher.job.launch import launch
+    cluster = Cluster(HeadAddress.parse(head), _number(node)) if head else None
+    request = LaunchRequest(configs, overrides, os.environ, resume, cluster, rollouts=not no_rollouts)
+    raise typer.Exit(launch(request))
 
-    if not dry_run:
-        cluster = Cluster(HeadAddress.parse(head), _number(node)) if head else None
-        request = LaunchRequest(configs, overrides, os.environ, resume, cluster, rollouts=not no_rollouts)
-        raise typer.Exit(launch(request))
-    from launcher.commands.dry_run import plan, plan_lines
 
-    planned = plan(check(LaunchRequest(configs, overrides, os.environ, resume).continued()))
+def _show_plan(
+    configs: list[Path], overrides: list[str], resume: str | None, described: DescribedMachine, as_json: bool
+) -> None:
+    with ended_at_once():
+        from launcher.commands.dry_run import plan, plan_lines
+        from launcher.job.checked import check
+        from launcher.job.request import LaunchRequest
+
+    elsewhere = None if described.is_empty else described
+    planned = plan(check(LaunchRequest(configs, overrides, os.environ, resume, described=elsewhere).continued()))
     if as_json:
         print_json(planned.as_dict())
     else:
         typer.echo("\n".join(plan_lines(planned)))
         print_problems("warning", planned.warnings)
+
+
+def _check_dependent(options: Iterable[tuple[str, object, object, str]]) -> None:
+    """Check options that are of use with others alone: name, what is given, whether it may be, what it needs.
+
+    Raises LaunchError."""
+    for name, given, is_allowed, needed in options:
+        if given and not is_allowed:
+            raise LaunchError(f"{name} needs {needed}", f"write {needed}, or leave {name} out")
 
 
 def _number(node: int | None) -> int | None:

@@ -11,6 +11,8 @@ import typer
 from launcher.commands.options import (
     AsJson,
     Configs,
+    Cores,
+    Gpus,
     Overrides,
     as_dicts,
     print_json,
@@ -37,10 +39,12 @@ def validate(
         bool,
         typer.Option("--data", help="Read the data too, as a start does: which rows are used, and how they look."),
     ] = False,
+    gpus: Gpus = None,
+    cores: Cores = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a configuration: every mistake at once. Exit code 0 if it is valid, else 2."""
-    from launcher.plan.machine import Machine, count_cores
+    from launcher.plan.machine import DescribedMachine
     from launcher.preflight.checks import check_all
     from schema.config import ConfigError, Problem
     from schema.config.loading.load import load
@@ -56,7 +60,8 @@ def validate(
         problems, unlisted = error.problems, error.more
     else:
         # The job may be meant for another machine: what this one lacks is a warning.
-        findings = check_all(loaded.config, Machine(count_cores()), os.environ, asks_redis=False)
+        machine = DescribedMachine(gpus, cores=cores).machine()
+        findings = check_all(loaded.config, machine, os.environ, asks_redis=False)
         warnings = loaded.warnings + loaded.placed(findings.warnings + findings.problems)
         report = _read_data(loaded.config) if data else None
     bad_data = report is not None and bool(report.error)

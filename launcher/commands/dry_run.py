@@ -18,13 +18,14 @@ from launcher.plan import credentials, nsight, placement, redis_server
 from launcher.plan.addresses import controller_url
 from launcher.plan.credentials import environment
 from launcher.plan.machine import Machine, MachineMemory, find_capacity
+from launcher.plan.needs import PlacementError
 from launcher.plan.placement import PlacedReplica, ProcessSpec, place
 from launcher.plan.rundir import RunDir, RunTokens, choose
 from launcher.preflight import memory
 from launcher.preflight.memory import Cache, MemoryPart, size_text
 from launcher.preflight.models import LocalModel, UnknownModelError, find_model
 from launcher.restarts import Role
-from schema.config import Config, Problem
+from schema.config import Config, ConfigError, Problem
 from schema.config.layout import apart_layouts, mesh_text, unit_ranks
 from schema.config.secrets import MASK, masked
 
@@ -64,7 +65,7 @@ class PlannedProcess:
 class Planned:
     """The plan of a start. used: bytes per device; capacity: bytes per device, 0 where it is not known.
 
-    nodes: machines, all taken to be like this one; of several, names of devices begin with theirs.
+    nodes: machines, all taken to be like `machine`; of several, names of devices begin with theirs.
     """
 
     machine: Machine
@@ -98,13 +99,17 @@ class Planned:
 
 
 def plan(checked: Checked) -> Planned:
-    """Decide everything that a start decides. Raises LaunchError where a start would be refused."""
+    """Decide everything that a start decides. Raises LaunchError or ConfigError where a start would be refused."""
     config, env = checked.config, checked.request.env
     run, continued = choose(config, checked.resumes, time.time())
     model, no_model = (None, "an evaluation loads none") if config.is_evaluation else _model(config, env)
     teachers = _teachers(config, env)
-    workers = [] if config.is_evaluation else place(config, *[checked.machine] * config.placement.nodes)
-    capacity = find_capacity(checked.machine.gpus)
+    try:
+        workers = [] if config.is_evaluation else place(config, *[checked.machine] * config.placement.nodes)
+    except PlacementError as error:  # of a described machine; for this one it was checked
+        raise ConfigError([error.problem]) from None
+    described = checked.request.described
+    capacity = find_capacity(checked.machine.gpus) if described is None else described.memory()
     processes = [
         _process(config, spec, run, env, _memory_of(config, model, teachers, capacity, replica, spec))
         for replica in [*_services(config, run), *workers]
@@ -333,8 +338,9 @@ def plan_lines(planned: Planned) -> Iterator[str]:
     """The plan for people."""
     machine = planned.machine
     gpus = f"{len(machine.gpus)} GPUs" if machine.gpus else "no GPU"
-    free = size_text(planned.capacity[planned.on(0, HOST)])
-    yield f"machine   {machine.cores} cores, {gpus}, {free} of host memory free"
+    size = planned.capacity[planned.on(0, HOST)]
+    free = f"{size_text(size)} of host memory free" if size or machine.is_here else "host memory unknown"
+    yield f"machine   {machine.cores} cores, {gpus}, {free}{'' if machine.is_here else ' (as described)'}"
     yield f"run       {planned.run_dir} ({'continued' if planned.continued else 'new'})"
     if planned.model is not None:
         yield f"model     {planned.model.path}, {planned.model.parameters:,} parameters by {planned.model.source}"

@@ -25,6 +25,16 @@ Targets = Annotated[
     list[str] | None, typer.Argument(metavar="RUN_DIR|CONFIG|URL", help="The job. Default: ./outputs.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Gpus = Annotated[
+    int | None, typer.Option("--gpus", min=0, help="Plan for another machine, with so many GPUs on each node.")
+]
+GpuMemory = Annotated[
+    float | None, typer.Option("--gpu-memory", metavar="GIB", min=0.1, help="Memory of each of --gpus, in GiB.")
+]
+Cores = Annotated[int | None, typer.Option("--cores", min=1, help="Cores of that machine. Unset: as many as here.")]
+HostMemory = Annotated[
+    float | None, typer.Option("--host-memory", metavar="GIB", min=0.1, help="Memory of that machine, in GiB.")
+]
 
 
 def print_json(value: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from launcher.errors import LaunchError
 from launcher.job.request import LaunchRequest
 from launcher.plan.machine import Machine, find_machine
-from launcher.preflight.checks import check_all
+from launcher.preflight.checks import Findings, check_all
 from launcher.resolved_config import values
 from schema.config import Config, ConfigError, Problem
 from schema.config.loading.load import load
@@ -37,8 +37,11 @@ def check(request: LaunchRequest, *, joins: bool = False) -> Checked:
     joins: controller and Redis are another machine's.
     """
     env, loaded = request.env, load(request.configs, request.overrides, request.env)
-    config, machine = loaded.config, find_machine(env)
+    config, described = loaded.config, request.described
+    machine = find_machine(env) if described is None else described.machine()
     findings = check_all(config, machine, env, asks_redis=True, joins=joins, rollouts=request.rollouts)
+    if described is not None:  # what this machine lacks is no problem of that one
+        findings = Findings([], findings.warnings + findings.problems)
     if findings.problems:
         raise ConfigError(loaded.placed(findings.problems))
     origins = {value.key: value.source for value in values(loaded, changed_only=True)}

@@ -20,6 +20,7 @@ from pathlib import Path
 from launcher.errors import LaunchError
 from launcher.job.remote import DEFAULT_OUTPUT, run_below
 from launcher.nodes.announcement import HeadAddress
+from launcher.plan.machine import DescribedMachine
 from launcher.plan.rundir import RunDir, already_running
 
 
@@ -42,6 +43,7 @@ class LaunchRequest:
 
     resume: None for a run of its own, else what follows `--resume`. cluster: where this machine is one of several.
     rollouts: whether the job starts its rollout replicas itself. run: the one that goes on, where it is named.
+    described: another machine that the job is planned for; None: this one.
     """
 
     configs: Sequence[Path]
@@ -51,6 +53,7 @@ class LaunchRequest:
     cluster: Cluster | None = None
     rollouts: bool = True
     run: RunDir | None = None
+    described: DescribedMachine | None = None
 
     def continued(self) -> LaunchRequest:
         """The request with the run that it names, whose configuration counts where no other is given.

@@ -28,6 +28,8 @@ class Machine:
     """GPUs that are there but that the installed torch cannot use."""
     capabilities: tuple[Capability | None, ...] = ()
     """The generation of each of `gpus`, None where it is unknown; empty where nothing is known."""
+    is_here: bool = True
+    """Whether it is this machine; else it was described."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,37 @@ class MachineMemory:
     host_total: int
     host_free: int
     gpus: Mapping[str, int] = field(default_factory=dict)
+
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedMachine:
+    """Another machine, by options: a laptop plans for a cluster.
+
+    gpus: of each node; None: it has none. gpu_memory: of each GPU, in GiB. cores: None: as many as here.
+    host_memory: in GiB. Sizes that are None are unknown, and nothing is too large for them.
+    """
+
+    gpus: int | None = None
+    gpu_memory: float | None = None
+    cores: int | None = None
+    host_memory: float | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no option describes it."""
+        return self == DescribedMachine()
+
+    def machine(self) -> Machine:
+        """Return it as placement sees it."""
+        return Machine(self.cores or count_cores(), tuple(map(str, range(self.gpus or 0))), is_here=False)
+
+    def memory(self) -> MachineMemory:
+        """Return its memory, all of it free; 0 where it is unknown."""
+        host, each = (int((size or 0) * GIB) for size in (self.host_memory, self.gpu_memory))
+        return MachineMemory(host, host, {str(index): each for index in range(self.gpus or 0)} if each else {})
 
 
 def find_capacity(gpus: tuple[str, ...]) -> MachineMemory:

@@ -49,7 +49,7 @@ FLASH_ATTENTION: dict[int, tuple[Capability, Capability]] = {
 
 def check_gpus_open(machine: Machine) -> list[Problem]:
     """Return the problem of a machine whose GPUs PyTorch cannot open; takes seconds where there are GPUs."""
-    if not (gpus := machine.gpus) or not has_module("torch"):  # that it is missing is another problem
+    if not (gpus := machine.gpus) or not machine.is_here or not has_module("torch"):  # it is named elsewhere
         return []
     hint = (
         "install that driver, or a PyTorch for the one that is there; in a container look at its devices "

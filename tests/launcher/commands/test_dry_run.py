@@ -219,6 +219,33 @@ def test_the_command_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_laptop_plans_for_a_machine_that_is_described(tmp_path: Path) -> None:
+    """What is missing here is a warning, what does not fit there is one too, and no GPU is opened."""
+    path, model = write_job(tmp_path), tmp_path / "tiny"
+    write_tiny_model(model)
+    job = ["--config", path, "--dry-run", "--set", f'policy.model_name_or_path="{model}"']
+    machine = ["--gpus", "8", "--gpu-memory", "80", "--cores", "96", "--host-memory", "1024"]
+    run = cosmos(*job, *machine).says(0, "machine   96 cores, 8 GPUs, 1 TiB of host memory free (as described)")
+    run.says(0, "policy-0: trains, GPU 0, CPU threads 48", "sum on GPU 1", "of 80 GiB")
+    large = ["--set", "train.train_policy.mini_batch=16"]
+    small = cosmos(*job, *large, "--gpus", "2", "--gpu-memory", "0.1", "--json").says(0)
+    found = json.loads(small.stdout)
+    assert (found["machine"]["gpus"], found["machine"]["is_here"]) == (["0", "1"], False)
+    assert found["capacity"] == {"host": 0, "GPU 0": 2**30 // 10, "GPU 1": 2**30 // 10}
+    assert any("GPU 0" in warning["message"] for warning in found["warnings"]), "more than it has"
+    cosmos(*job, "--set", "policy.parallelism.dp_shard_size=8", "--gpus", "2").complains(2, "the job needs 9 GPUs")
+    cosmos(*job, "--gpu-memory", "80").complains(2, "--gpu-memory needs --dry-run --gpus")
+    cosmos(*job[:2], "--gpus", "8").complains(2, "--gpus needs --dry-run")
+
+
+def test_a_configuration_is_validated_for_another_machine(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    wide = ["validate", path, "--set", "policy.parallelism.dp_shard_size=6"]
+    assert "would share" in cosmos(*wide).says(0).stderr
+    assert "would share" not in cosmos(*wide, "--gpus", "8").says(0).stderr
+    assert "the job needs 7 GPUs" in cosmos(*wide, "--gpus", "2").says(0).stderr
+
+
 def test_the_summary_says_what_is_trained_by_whom(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned(
         Machine(8, ("0", "1")), MachineMemory(GIB * 8, GIB * 8, {"0": GIB * 80, "1": GIB * 80}), monkeypatch,
