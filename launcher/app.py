@@ -284,9 +284,12 @@ def _show_plan(
         from launcher.commands.dry_run import plan, plan_lines
         from launcher.job.checked import check
         from launcher.job.request import LaunchRequest
+        from launcher.preflight.hardware import slow_on_gpus
 
     elsewhere = None if described.is_empty else described
-    planned = plan(check(LaunchRequest(configs, overrides, os.environ, resume, described=elsewhere).continued()))
+    checked = check(LaunchRequest(configs, overrides, os.environ, resume, described=elsewhere).continued())
+    planned = plan(checked)
+    planned.warnings += slow_on_gpus(checked.config, checked.machine)
     if as_json:
         print_json(planned.as_dict())
     else:

@@ -46,6 +46,7 @@ def validate(
     """Check a configuration: every mistake at once. Exit code 0 if it is valid, else 2."""
     from launcher.plan.machine import DescribedMachine
     from launcher.preflight.checks import check_all
+    from launcher.preflight.hardware import slow_on_gpus
     from schema.config import ConfigError, Problem
     from schema.config.loading.load import load
     from schema.wire.data_report import lines as data_lines
@@ -62,7 +63,8 @@ def validate(
         # The job may be meant for another machine: what this one lacks is a warning.
         machine = DescribedMachine(gpus, cores=cores).machine()
         findings = check_all(loaded.config, machine, os.environ, asks_redis=False)
-        warnings = loaded.warnings + loaded.placed(findings.warnings + findings.problems)
+        found = findings.warnings + findings.problems + slow_on_gpus(loaded.config, machine)
+        warnings = loaded.warnings + loaded.placed(found)
         report = _read_data(loaded.config) if data else None
     bad_data = report is not None and bool(report.error)
     if report is not None and bad_data:

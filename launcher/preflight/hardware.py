@@ -9,6 +9,8 @@ import sys
 from operator import attrgetter
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from launcher.plan.credentials import without_secrets
 from launcher.plan.machine import Capability, Machine, has_module
 from schema.config import Config, Problem
@@ -78,6 +80,42 @@ def check_gpus_open(machine: Machine) -> list[Problem]:
     if found["count"] < len(gpus):
         return [Problem("", f"{there}, and {named} can open {found['count']} of them", hint=hint)]
     return []
+
+
+def slow_on_gpus(config: Config, machine: Machine) -> list[Problem]:
+    """Return defaults that are not written in the configuration and cost GPUs much of their speed, one warning each.
+
+    They are those of the schema as published, for any machine. A key that is written, whatever its value, is meant.
+    """
+    train, policy, rollout = config.train, config.policy, config.rollout
+    problems: list[Problem] = []
+    if not machine.gpus or config.is_evaluation:
+        return problems
+
+    def unwritten(section: BaseModel, key: str) -> bool:
+        return key not in section.model_fields_set
+
+    if config.is_grpo and rollout.backend == "vllm" and rollout.enforce_eager and unwritten(rollout, "enforce_eager"):
+        message = "true, by default, keeps vLLM from CUDA graphs: each token waits for hundreds of kernels"
+        hint = "write false: half a minute more at the start of a replica"
+        problems.append(Problem("rollout.enforce_eager", message, True, hint))
+    if not train.sequence_packing and unwritten(train, "sequence_packing"):
+        message = "false, by default: what pads samples to the longest of their micro-batch is computed, too"
+        problems.append(Problem("train.sequence_packing", message, False, "write true: the same numbers"))
+    batches = train.train_policy
+    if batches.max_token_len_per_mini_batch is None and unwritten(batches, "mini_batch"):
+        message = f"micro-batches of {batches.mini_batch} samples, by default, leave most of a GPU idle"
+        hint = "write train.train_policy.max_token_len_per_mini_batch = 16384, or what --dry-run finds room for"
+        problems.append(Problem("train.train_policy.mini_batch", message, batches.mini_batch, hint))
+    if (
+        policy.model_gradient_checkpointing
+        and train.recompute_granularity == "full"
+        and unwritten(policy, "model_gradient_checkpointing")
+    ):
+        message = "true, by default, computes each layer twice: a third more arithmetic"
+        hint = 'write false where --dry-run finds room, or train.recompute_granularity = "selective"'
+        problems.append(Problem("policy.model_gradient_checkpointing", message, True, hint))
+    return problems
 
 
 def check_hardware(config: Config, machine: Machine) -> list[Problem]:

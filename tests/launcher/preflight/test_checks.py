@@ -15,7 +15,7 @@ import pytest
 from launcher.plan import redis_server
 from launcher.plan.machine import Machine, count_cores, find_machine, has_module
 from launcher.preflight.checks import check_machine, check_redis, unset_variables
-from launcher.preflight.hardware import check_engine_hardware, check_gpus_open, check_hardware
+from launcher.preflight.hardware import check_engine_hardware, check_gpus_open, check_hardware, slow_on_gpus
 from launcher.preflight.packages import (
     check_engine_version,
     check_overrides,
@@ -172,6 +172,27 @@ def test_gpus_that_pytorch_cannot_open_end_the_start():
     assert "cannot open them: " in problem.message
     assert "driver" in problem.message or "built without CUDA" in problem.message
     assert 'CUDA_VISIBLE_DEVICES=""' in (problem.hint or "")
+
+
+def test_defaults_that_cost_a_gpu_its_speed_are_named_unless_they_are_written():
+    bare = {"rollout": {"backend": "vllm"}}
+    gpu = Machine(8, ("0",))
+    costly = slow_on_gpus(Config.model_validate(bare), gpu)
+    assert keys(costly) == [
+        "rollout.enforce_eager", "train.sequence_packing", "train.train_policy.mini_batch",
+        "policy.model_gradient_checkpointing",
+    ]  # fmt: skip
+    assert all("by default" in problem.message and problem.hint for problem in costly)
+    written = {
+        "rollout": {"backend": "vllm", "enforce_eager": True},
+        "train": {"sequence_packing": False, "train_policy": {"type": "grpo", "mini_batch": 2}},
+        "policy": {"model_gradient_checkpointing": True},
+    }
+    assert slow_on_gpus(Config.model_validate(written), gpu) == [], "they are meant"
+    assert slow_on_gpus(Config.model_validate(bare), Machine(8)) == []
+    fast = {"train": {"recompute_granularity": "selective", "train_policy": {"type": "sft"}}}
+    left = keys(slow_on_gpus(Config.model_validate(fast), gpu))
+    assert left == ["train.sequence_packing", "train.train_policy.mini_batch"]
 
 
 def test_a_job_for_gpus_is_a_warning_where_there_are_none(tmp_path: Path):
