@@ -112,7 +112,7 @@ def slow_on_gpus(config: Config, machine: Machine) -> list[Problem]:
         and train.recompute_granularity == "full"
         and unwritten(policy, "model_gradient_checkpointing")
     ):
-        message = "true, by default, computes each layer twice: a third more arithmetic"
+        message = "true, by default, computes the forward of each layer twice: a third more arithmetic"
         hint = 'write false where --dry-run finds room, or train.recompute_granularity = "selective"'
         problems.append(Problem("policy.model_gradient_checkpointing", message, True, hint))
     return problems
