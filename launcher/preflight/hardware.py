@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -73,13 +75,22 @@ def check_gpus_open(machine: Machine) -> list[Problem]:
     except (OSError, subprocess.CalledProcessError, ValueError, IndexError) as error:
         words = (getattr(error, "stderr", "") or str(error)).strip().splitlines() or [type(error).__name__]
         return [Problem("", f"PyTorch cannot be asked about the GPUs of this machine: {words[-1]}", hint=hint)]
+    message = unusable(gpus, found)
+    return [Problem("", message, hint=hint)] if message else []
+
+
+def unusable(gpus: Sequence[str], found: Mapping[str, Any]) -> str:
+    """Return what is wrong with GPUs by the probe's answer; "" if nothing is.
+
+    Of several MIG devices a process sees one, whichever are listed: each process of a job has its own.
+    """
     there, named = f"this machine has GPU{'s' * (len(gpus) > 1)} {', '.join(gpus)}", f"PyTorch {found['torch']}"
     if found["error"]:
-        message = f"{there}, and {named} cannot open them: {reason(found['error'], found['cuda'])}"
-        return [Problem("", message, hint=hint)]
-    if found["count"] < len(gpus):
-        return [Problem("", f"{there}, and {named} can open {found['count']} of them", hint=hint)]
-    return []
+        return f"{there}, and {named} cannot open them: {reason(found['error'], found['cuda'])}"
+    whole = [name for name in gpus if not name.startswith("MIG-")]
+    if found["count"] < max(1, len(whole)):
+        return f"{there}, and {named} can open {found['count']} of them"
+    return ""
 
 
 def slow_on_gpus(config: Config, machine: Machine) -> list[Problem]:

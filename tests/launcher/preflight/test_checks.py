@@ -15,7 +15,7 @@ import pytest
 from launcher.plan import redis_server
 from launcher.plan.machine import Machine, count_cores, find_machine, has_module
 from launcher.preflight.checks import check_machine, check_redis, unset_variables
-from launcher.preflight.hardware import check_engine_hardware, check_gpus_open, check_hardware, slow_on_gpus
+from launcher.preflight.hardware import check_engine_hardware, check_gpus_open, check_hardware, slow_on_gpus, unusable
 from launcher.preflight.packages import (
     check_engine_version,
     check_overrides,
@@ -172,6 +172,18 @@ def test_gpus_that_pytorch_cannot_open_end_the_start():
     assert "cannot open them: " in problem.message
     assert "driver" in problem.message or "built without CUDA" in problem.message
     assert 'CUDA_VISIBLE_DEVICES=""' in (problem.hint or "")
+
+
+def test_what_pytorch_says_of_gpus_is_judged():
+    """Its driver's words, fewer devices than are listed, and MIG, of which a process sees one."""
+    answer = {"error": "", "count": 2, "cuda": "13.0", "torch": "2.13.0"}
+    assert unusable(("0", "1"), answer) == ""
+    assert unusable(("0", "1", "2"), answer) == "this machine has GPUs 0, 1, 2, and PyTorch 2.13.0 can open 2 of them"
+    assert unusable(("MIG-a", "MIG-b"), answer | {"count": 1}) == ""
+    assert unusable(("MIG-a", "MIG-b"), answer | {"count": 0}).endswith("can open 0 of them")
+    old = unusable(("0",), answer | {"error": "The NVIDIA driver on your system is too old.", "count": 0})
+    assert "driver on your system is too old" in old
+    assert old.endswith("CUDA 13.0 needs 580 or newer)")
 
 
 def test_defaults_that_cost_a_gpu_its_speed_are_named_unless_they_are_written():
