@@ -33,11 +33,14 @@ GPU_MODEL, CPU_MODEL = "Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B"
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The machine that the text is for. engine: `vllm` or `transformers`. model: in place of the recipe's own."""
+    """The machine that the text is for. engine: `vllm` or `transformers`. model: in place of the recipe's own.
+
+    compiles: whether it has GPUs, and a compiler for their layers."""
 
     gpus: int
     engine: str
     model: str = ""
+    compiles: bool = False
 
     @property
     def training_gpus(self) -> int:
@@ -86,7 +89,7 @@ class Recipe:
             "engine": fit.engine,
             "model": model or fit.model or (GPU_MODEL if fit.gpus else CPU_MODEL),
             "dtype": "bfloat16" if fit.gpus else "float32",
-            "compile": "true # faster layers, for minutes at the first step" if fit.gpus else "false",
+            "compile": "true # faster layers, for minutes at the first step" if fit.compiles else "false",
             "dtype_note": "the optimizer's copy stays float32" if fit.gpus else "bfloat16 is slow without a GPU",
             "memory": (MEMORY.format(share) if share else "") + "\n",
             **self.values,

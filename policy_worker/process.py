@@ -14,7 +14,7 @@ from types import FrameType
 
 from policy_worker.errors import SettingsError
 from schema.util.gpus import dealt_gpus
-from schema.util.host import descends_from
+from schema.util.host import count_cores, descends_from
 from schema.util.imports import wait_asleep
 from schema.util.text import configure_logging
 from schema.util.threads import exit_after
@@ -127,10 +127,11 @@ def set_up_torch(
 
     cores: of this machine; None: those that this process may use.
     """
-    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    cores = count_cores() if cores is None else cores
     threads = max(1, min(MOST_COMPILE_THREADS, cores // ranks_here))
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
-    if dealt_gpus(environment) and not environment.keys() & set(ALLOCATORS):
+    on_wsl = "microsoft" in os.uname().release.lower()  # whose driver cannot map memory so
+    if dealt_gpus(environment) and not on_wsl and not environment.keys() & set(ALLOCATORS):
         environment[ALLOCATORS[-1]] = "expandable_segments:True"
 
 

@@ -183,13 +183,14 @@ def _check(text: str, model_is_absent: bool) -> None:
 def fit_of(request: InitRequest, env: Mapping[str, str]) -> Fit:
     """The machine as the options say, else as it is. Raises LaunchError."""
     from launcher.plan.machine import find_machine, has_module
+    from launcher.preflight.packages import C_COMPILERS, has_compiler
     from schema.config.backends import BACKENDS
 
     engine = request.engine or ("vllm" if has_module("vllm") else "transformers")
     if engine not in BACKENDS:
         raise LaunchError(f"--engine {engine} is unknown", f"the engines are {' and '.join(BACKENDS)}")
     gpus = len(find_machine(env).gpus) if request.gpus is None else request.gpus
-    return Fit(gpus, engine)
+    return Fit(gpus, engine, compiles=gpus > 0 and has_compiler(C_COMPILERS, "CC", env))
 
 
 def _recipe(name: str) -> Recipe:

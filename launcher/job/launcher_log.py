@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.plan.machine import count_cores
 from launcher.processes.supervisor import Exit, Supervised
 from launcher.restarts import EXIT_OK, Role
 from schema.util.atomic_file import write_text
+from schema.util.host import count_cores
 from schema.util.text import indented
 
 SIGN_OF_LIFE = 10.0

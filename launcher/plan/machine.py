@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from schema.util.host import count_cores
+
 NVIDIA_SMI_TIMEOUT = 20.0
 """Seconds: the first call after boot loads the driver, which takes up to ten on a large machine."""
 
@@ -126,16 +128,6 @@ def has_module(name: str) -> bool:
         path = f"{path}.{part}"
         spec = importlib.machinery.PathFinder.find_spec(path, list(spec.submodule_search_locations))
     return spec is not None
-
-
-def count_cores() -> int:
-    """Cores that this process may use: its affinity, and the quota of its control group if that is less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
 @dataclass(frozen=True, slots=True)

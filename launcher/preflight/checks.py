@@ -37,6 +37,7 @@ from schema.config.layout import policy_layout
 from schema.config.rules.engine import impossible_without_gpus
 from schema.config.rules.named import unread_models
 from schema.config.rules.profiler import absent_ranks
+from schema.util.gpus import VISIBLE
 
 MIN_FREE_BYTES = 64 * 1024 * 1024
 """Room for logs, prepared data and the state of the ledger of a small job."""
@@ -72,8 +73,8 @@ def check_all(
     redis = check_redis(config, env) if asks_redis and not joins else Findings()
     warnings = check_warnings(config) + unencrypted_addresses(config, env)
     problems = machine_findings.problems + redis.problems + unset_variables(config, env)
-    problems += [] if config.is_evaluation else check_gpus_open(machine)
-    return Findings(problems, warnings + machine_findings.warnings + redis.warnings)
+    unusable, doubtful = ([], []) if config.is_evaluation else check_gpus_open(machine)
+    return Findings(problems + unusable, warnings + machine_findings.warnings + redis.warnings + doubtful)
 
 
 def check_machine(config: Config, machine: Machine, *, joins: bool = False, rollouts: bool = True) -> Findings:
@@ -129,7 +130,7 @@ def unset_variables(config: Config, env: Mapping[str, str]) -> list[Problem]:
     return [
         Problem(key, f"{name} is not set in the environment", name, hint.format(name))
         for key, name in names.items()
-        if name not in env
+        if name not in env and name != VISIBLE  # the launcher gives each replica its own
     ]
 
 

@@ -51,10 +51,14 @@ FLASH_ATTENTION: dict[int, tuple[Capability, Capability]] = {
 """Version -> first and last generation: 2 from Ampere on, 3 Hopper alone, 4 from Hopper on."""
 
 
-def check_gpus_open(machine: Machine) -> list[Problem]:
-    """Return the problem of a machine whose GPUs PyTorch cannot open; takes seconds where there are GPUs."""
+def check_gpus_open(machine: Machine) -> tuple[list[Problem], list[Problem]]:
+    """Return problems and warnings of GPUs that PyTorch cannot open; takes seconds where there are GPUs.
+
+    A problem is that it opens none. What may be a matter of time, or of GPUs that the job does not use, is a warning:
+    each worker looks at its own.
+    """
     if not (gpus := machine.gpus) or not machine.is_here or not has_module("torch"):  # it is named elsewhere
-        return []
+        return [], []
     hint = (
         "install that driver, or a PyTorch for the one that is there; in a container look at its devices "
         '(docker run --gpus all); or start with CUDA_VISIBLE_DEVICES="" to compute on the CPU'
@@ -71,12 +75,15 @@ def check_gpus_open(machine: Machine) -> list[Problem]:
         found = json.loads(probe.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         message = f"PyTorch does not answer within {PROBE_TIMEOUT:.0f} s about the GPUs of this machine"
-        return [Problem("", message, hint=hint)]
+        return [], [Problem("", message, hint="look at nvidia-smi, and at the disk that PyTorch is installed on")]
     except (OSError, subprocess.CalledProcessError, ValueError, IndexError) as error:
         words = (getattr(error, "stderr", "") or str(error)).strip().splitlines() or [type(error).__name__]
-        return [Problem("", f"PyTorch cannot be asked about the GPUs of this machine: {words[-1]}", hint=hint)]
-    message = unusable(gpus, found)
-    return [Problem("", message, hint=hint)] if message else []
+        return [Problem("", f"PyTorch cannot be asked about the GPUs of this machine: {words[-1]}", hint=hint)], []
+    if not (message := unusable(gpus, found)):
+        return [], []
+    if found["count"]:
+        return [], [Problem("", message, hint="name those that work in CUDA_VISIBLE_DEVICES; look at nvidia-smi")]
+    return [Problem("", message, hint=hint)], []
 
 
 def unusable(gpus: Sequence[str], found: Mapping[str, Any]) -> str:

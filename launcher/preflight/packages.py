@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -105,17 +105,24 @@ def missing_kernels(config: Config, installed: Callable[[str], bool]) -> Iterato
             yield Problem(key, f"the package {module} is not installed, whose kernels it asks for", value, hint)
 
 
+C_COMPILERS = ("gcc", "clang", "cc")
+"""Triton takes the first of them that is there."""
+
+
+def has_compiler(names: Sequence[str], variable: str, env: Mapping[str, str]) -> bool:
+    """Whether one of these compilers is on the PATH, or the one that a variable names in their place."""
+    chosen = env.get(variable)
+    return any(shutil.which(name, path=env.get("PATH")) for name in ([chosen] if chosen else names))
+
+
 def missing_compiler(config: Config, machine: Machine, env: Mapping[str, str]) -> Iterator[Problem]:
     """Compilers that torch.compile needs: for a GPU Triton and a C compiler, for a CPU a C++ compiler."""
     sections = {
         "train": config.train.compile,
         "critic": config.is_grpo and config.critic.enable and config.critic.compile,
     }
-    names, variable, kind = ["gcc", "clang", "cc"], "CC", "C"
-    if not machine.gpus:
-        names, variable, kind = ["g++"], "CXX", "C++"
-    chosen = env.get(variable)
-    present = any(shutil.which(name, path=env.get("PATH")) for name in ([chosen] if chosen else names))
+    names, variable, kind = (C_COMPILERS, "CC", "C") if machine.gpus else (("g++",), "CXX", "C++")
+    chosen, present = env.get(variable), has_compiler(names, variable, env)
     for key in (f"{section}.compile" for section, on in sections.items() if on):
         hint = f"write {key} = false, or install one"
         if not present:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from policy_worker.session import Caller, Session
 from policy_worker.weights.collective_write import Stored, StoreTroubleError, store_version
 from policy_worker.weights.publication_record import PublicationRecord
 from schema.util.backoff import Backoff
+from schema.util.host import count_cores
 from schema.wire import messages as m
 from schema.wire.weights import TensorEntry, WeightManifest
 from weight_sync.errors import StoppedError
@@ -107,7 +107,7 @@ class Release:
         self._full_asked = False
         self._collecting = Background("collect")
         self._tidied = False
-        threads = encoding_threads(len(os.sched_getaffinity(0)), group.ranks_here)
+        threads = encoding_threads(count_cores(), group.ranks_here)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="encode") if threads > 1 else None
 
     # ---- for the training's thread --------------------------------------------------------------------------

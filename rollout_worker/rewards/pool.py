@@ -30,6 +30,7 @@ from typing import Any
 from rollout_worker.rewards.protocol import MessageDecoder, ProtocolError, encode
 from rollout_worker.rewards.registry import RewardConfigError
 from schema.config import RewardConfig
+from schema.util.gpus import VISIBLE
 from schema.util.memory_kills import RecentKills
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class RewardPool:
         """Start the processes. Raises `RewardConfigError` when a function or a variable cannot be had,
         `RewardPoolError`."""
         for name in self._settings.environment:
-            if name not in os.environ:
+            if name not in os.environ and name != VISIBLE:
                 raise RewardConfigError(
                     f"reward.environment: {name} is not set in the environment of this process; "
                     f"export {name}=… where it is started, or leave the name out"
@@ -269,7 +270,8 @@ class _Process:
         """
         passed = [name for name in (*PASSED_ENVIRONMENT, *variables) if name in os.environ]
         environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs are the engine's, to the last byte of their memory
+        if VISIBLE not in variables:  # the GPUs are the engine's, to the last byte of their memory
+            environment[VISIBLE] = ""
         environment |= {name: os.environ[name] for name in passed}
         reading, writing = os.pipe()
         os.set_blocking(reading, False)

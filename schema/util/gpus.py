@@ -15,6 +15,9 @@ from pathlib import Path
 VARIABLE = "COSMOS_DEALT_GPUS"
 """How many GPUs the launcher dealt to the process; not set where there are none."""
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""Which GPUs CUDA shows a process; empty: none."""
+
 LEAST_DRIVERS = {11: "450", 12: "525", 13: "580"}
 """Major version of CUDA -> the oldest driver for Linux that runs it, by NVIDIA's release notes of CUDA."""
 
@@ -64,7 +67,7 @@ def reason(error: str, cuda: str | None, driver: str | None = None) -> str:
     if cuda is None:
         return f"{first} (it is built without CUDA)"
     found, needed = driver or driver_version(), least_driver(cuda)
-    there = f"the driver is {found}" if found else "no driver is loaded here"
+    there = f"the driver is {found}" if found else "no driver's version is known here"
     return f"{first} ({there}, CUDA {cuda} needs {needed} or newer)" if needed else f"{first} ({there})"
 
 

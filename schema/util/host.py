@@ -62,3 +62,13 @@ def _is_above(pid: int) -> bool:
             return False
         ancestor = int(fields[1])
     return False
+
+
+def count_cores() -> int:
+    """Cores that this process may use: its affinity, and the quota of its control group if that is less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))

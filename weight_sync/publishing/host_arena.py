@@ -9,6 +9,7 @@ twice as much at worst. Here pageable memory is allocated, and the driver is ask
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import weakref
@@ -74,12 +75,19 @@ class HostArena:
         if self._pinned:
             code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), n_bytes, PORTABLE))
             if code:
+                _clear_error()
                 log.warning(
                     "%d bytes of host memory cannot be pinned (CUDA error %d): copies are slower", n_bytes, code
                 )
             else:
                 self._registered.append(memory)
         return memory
+
+
+def _clear_error() -> None:
+    """Take back the error that CUDA remembers for this thread: PyTorch would raise it at the next kernel."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _unregister(memories: list[Tensor]) -> None:

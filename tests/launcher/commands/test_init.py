@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -273,7 +274,9 @@ def test_the_machine_is_looked_at_unless_told_otherwise() -> None:
     here = fit_of(InitRequest("grpo"), {"CUDA_VISIBLE_DEVICES": ""})
     assert here.gpus == 0
     assert here.engine in ("vllm", "transformers")
-    assert fit_of(InitRequest("grpo", gpus=8, engine="transformers"), {}) == Fit(8, "transformers")
+    eight = InitRequest("grpo", gpus=8, engine="transformers")
+    assert fit_of(eight, {"PATH": ""}) == Fit(8, "transformers"), "Triton would have no compiler"
+    assert fit_of(eight, {"CC": sys.executable}) == Fit(8, "transformers", compiles=True)
 
 
 @pytest.mark.parametrize(("gpus", "training", "rollout"), [(0, 1, 1), (1, 1, 1), (2, 1, 1), (3, 1, 2), (8, 4, 4)])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from launcher.plan import redis_server
-from launcher.plan.machine import Machine, count_cores, find_machine, has_module
+from launcher.plan.machine import Machine, find_machine, has_module
 from launcher.preflight.checks import check_machine, check_redis, unset_variables
 from launcher.preflight.hardware import check_engine_hardware, check_gpus_open, check_hardware, slow_on_gpus, unusable
 from launcher.preflight.packages import (
@@ -27,6 +27,7 @@ from launcher.preflight.packages import (
     unknown_names,
 )
 from schema.config import Config
+from schema.util.host import count_cores
 from tests.launcher.samples import config
 from tests.support.nsys import with_nsys
 from tests.support.valkey import running_valkey
@@ -127,6 +128,7 @@ def test_variables_of_rewards_that_are_not_set_are_named():
     (problem,) = unset_variables(config(reward={"environment": ["HOME", "JUDGE_KEY"]}), {"HOME": "/h"})
     assert problem.key == "reward.environment[1]"
     assert "export JUDGE_KEY=…" in problem.render()
+    assert unset_variables(config(reward={"environment": ["CUDA_VISIBLE_DEVICES"]}), {}) == [], "the launcher sets it"
 
 
 def test_only_what_the_job_uses_is_asked_for():
@@ -166,8 +168,9 @@ def test_gpus_that_torch_cannot_use_are_a_warning(tmp_path: Path):
 
 def test_gpus_that_pytorch_cannot_open_end_the_start():
     """A device that no machine has stands for one that this driver does not run."""
-    assert check_gpus_open(Machine(8)) == []
-    (problem,) = check_gpus_open(Machine(8, ("99",)))
+    assert check_gpus_open(Machine(8)) == check_gpus_open(Machine(8, ("0",), is_here=False)) == ([], [])
+    (problem,), warnings = check_gpus_open(Machine(8, ("99",)))
+    assert warnings == []
     assert problem.message.startswith("this machine has GPU 99, and PyTorch 2.")
     assert "cannot open them: " in problem.message
     assert "driver" in problem.message or "built without CUDA" in problem.message

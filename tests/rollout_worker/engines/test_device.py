@@ -20,3 +20,10 @@ def test_an_engine_never_takes_the_cpu_for_a_dealt_gpu(monkeypatch: pytest.Monke
     monkeypatch.setenv(VARIABLE, "2")
     with pytest.raises(EngineConfigError, match="dealt 2 GPUs to this process, and PyTorch cannot open one: "):
         check_no_gpu_was_dealt()
+
+
+def test_an_engine_built_for_cpus_is_refused_where_pytorch_could_use_the_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    with pytest.raises(EngineConfigError, match="the installed engine computes on the CPU"):
+        check_no_gpu_was_dealt()

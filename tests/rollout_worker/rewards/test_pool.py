@@ -245,6 +245,21 @@ def test_of_the_environment_a_reward_process_gets_what_is_named(
     assert seen["CUDA_VISIBLE_DEVICES"] == ("3" if gpus else "")
 
 
+def test_gpus_that_are_named_and_not_dealt_are_those_of_the_machine(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher writes the variable for replicas alone; whoever scores elsewhere needs none."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    name, file = word.replace(":word", ":environment"), tmp_path / "environment.json"
+
+    async def work() -> None:
+        async with running(name, environment=["CUDA_VISIBLE_DEVICES"]) as pool:
+            await pool.submit(Task("", {"file": str(file)}, (name,)))
+
+    run(work())
+    assert "CUDA_VISIBLE_DEVICES" not in json.loads(file.read_text())
+
+
 def test_a_variable_that_is_not_there_is_named_with_the_key_that_passes_it(tmp_path: Path) -> None:
     with pytest.raises(RewardConfigError, match=r"reward\.environment: JUDGE_KEY is not set .*export JUDGE_KEY="):
         run(pool_of("format", environment=["PATH", "JUDGE_KEY"]).start())

@@ -49,8 +49,24 @@ def test_memory_of_a_model_is_not_rounded_up():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU's driver pins memory")
 def test_a_pinned_arena_is_pinned_while_it_lives():
-    arena = HostArena(pinned=True, block_bytes=BLOCK)
-    tensors = [arena.tensor((7, 5), torch.float32), arena.tensor((BLOCK,), torch.float32)]
+    arena = HostArena(pinned=True)  # blocks of the usual size have pages of their own
+    tensors = [arena.tensor((7, 5), torch.float32), arena.tensor((2**23,), torch.float32)]
     assert all(tensor.is_pinned() for tensor in tensors)
     del arena
     assert not any(tensor.is_pinned() for tensor in tensors)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU's driver pins memory")
+def test_memory_that_cannot_be_pinned_is_slower_and_nothing_else(caplog: pytest.LogCaptureFixture):
+    """The driver pins no page twice; what it says of that must not be raised by a later kernel."""
+    arena = HostArena(pinned=True)
+    large = arena.tensor((2**23,), torch.float32)
+    assert int(torch.cuda.cudart().cudaHostUnregister(large.data_ptr())) == 0
+    assert int(torch.cuda.cudart().cudaHostRegister(large.data_ptr(), large.nbytes, 1)) == 0
+    empty = torch.empty
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *_, **__: large.view(torch.uint8))
+        arena.tensor((2**23,), torch.float32)
+    assert torch.empty is empty
+    assert "cannot be pinned" in caplog.text
+    assert float(torch.ones(2, device="cuda").sum()) == 2.0
