@@ -161,7 +161,8 @@ def test_what_memory_has_forgotten_comes_from_the_file(stage: Stage) -> None:
     before = served.job.events.highest
     served.call(many)
     served.run(served.job.save())
-    until(lambda: len(filed(served)) > KEPT + 2 * service.CHUNK, "the events are filed")
+    until(lambda: served.job.events.filed == served.job.events.highest, "the events are filed, and it is known")
+    assert len(filed(served)) > KEPT + 2 * service.CHUNK
     served.call(lambda: served.job.events.add(EventKind.ALARM, "one more"))
     assert served.job.events.oldest > before + 1
     served.run(served.job.save())
