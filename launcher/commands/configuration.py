@@ -63,8 +63,8 @@ def validate(
         # The job may be meant for another machine: what this one lacks is a warning.
         machine = DescribedMachine(gpus, cores=cores).machine()
         findings = check_all(loaded.config, machine, os.environ, asks_redis=False)
-        found = findings.warnings + findings.problems + slow_on_gpus(loaded.config, machine)
-        warnings = loaded.warnings + loaded.placed(found)
+        of_machine = findings.warnings + findings.problems + slow_on_gpus(loaded.config, machine)
+        warnings = loaded.warnings + loaded.placed(of_machine)
         report = _read_data(loaded.config) if data else None
     bad_data = report is not None and bool(report.error)
     if report is not None and bad_data:

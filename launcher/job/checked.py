@@ -40,7 +40,7 @@ def check(request: LaunchRequest, *, joins: bool = False) -> Checked:
     config, described = loaded.config, request.described
     machine = find_machine(env) if described is None else described.machine()
     findings = check_all(config, machine, env, asks_redis=True, joins=joins, rollouts=request.rollouts)
-    if described is not None:  # what this machine lacks is no problem of that one
+    if described is not None:  # the job will not run here
         findings = Findings([], findings.warnings + findings.problems)
     if findings.problems:
         raise ConfigError(loaded.placed(findings.problems))

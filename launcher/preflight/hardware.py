@@ -72,31 +72,31 @@ def check_gpus_open(machine: Machine) -> tuple[list[Problem], list[Problem]]:
             check=True,
             env=without_secrets(os.environ) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)},
         )
-        found = json.loads(probe.stdout.splitlines()[-1])
+        answer = json.loads(probe.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         message = f"PyTorch does not answer within {PROBE_TIMEOUT:.0f} s about the GPUs of this machine"
         return [], [Problem("", message, hint="look at nvidia-smi, and at the disk that PyTorch is installed on")]
     except (OSError, subprocess.CalledProcessError, ValueError, IndexError) as error:
         words = (getattr(error, "stderr", "") or str(error)).strip().splitlines() or [type(error).__name__]
         return [Problem("", f"PyTorch cannot be asked about the GPUs of this machine: {words[-1]}", hint=hint)], []
-    if not (message := unusable(gpus, found)):
+    if not (message := unusable(gpus, answer)):
         return [], []
-    if found["count"]:
+    if answer["count"]:
         return [], [Problem("", message, hint="name those that work in CUDA_VISIBLE_DEVICES; look at nvidia-smi")]
     return [Problem("", message, hint=hint)], []
 
 
-def unusable(gpus: Sequence[str], found: Mapping[str, Any]) -> str:
+def unusable(gpus: Sequence[str], answer: Mapping[str, Any]) -> str:
     """Return what is wrong with GPUs by the probe's answer; "" if nothing is.
 
     Of several MIG devices a process sees one, whichever are listed: each process of a job has its own.
     """
-    there, named = f"this machine has GPU{'s' * (len(gpus) > 1)} {', '.join(gpus)}", f"PyTorch {found['torch']}"
-    if found["error"]:
-        return f"{there}, and {named} cannot open them: {reason(found['error'], found['cuda'])}"
+    there, named = f"this machine has GPU{'s' * (len(gpus) > 1)} {', '.join(gpus)}", f"PyTorch {answer['torch']}"
+    if answer["error"]:
+        return f"{there}, and {named} cannot open them: {reason(answer['error'], answer['cuda'])}"
     whole = [name for name in gpus if not name.startswith("MIG-")]
-    if found["count"] < max(1, len(whole)):
-        return f"{there}, and {named} can open {found['count']} of them"
+    if answer["count"] < max(1, len(whole)):
+        return f"{there}, and {named} can open {answer['count']} of them"
     return ""
 
 

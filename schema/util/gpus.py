@@ -66,9 +66,9 @@ def reason(error: str, cuda: str | None, driver: str | None = None) -> str:
     first = (error.strip().splitlines() or ["no reason given"])[0].rstrip(".")
     if cuda is None:
         return f"{first} (it is built without CUDA)"
-    found, needed = driver or driver_version(), least_driver(cuda)
-    there = f"the driver is {found}" if found else "no driver's version is known here"
-    return f"{first} ({there}, CUDA {cuda} needs {needed} or newer)" if needed else f"{first} ({there})"
+    installed, needed = driver or driver_version(), least_driver(cuda)
+    state = f"the driver is {installed}" if installed else "the driver's version is unknown"
+    return f"{first} ({state}, CUDA {cuda} needs {needed} or newer)" if needed else f"{first} ({state})"
 
 
 def least_driver(cuda: str) -> str | None:

@@ -43,7 +43,7 @@ class HostArena:
 
     Tensors that outlive it keep their memory, and are pinned no more.
 
-    pinned: whether the driver pins it, so that copies run at the speed of the bus and beside other work.
+    pinned: whether the driver pins the memory: copies then run at bus speed and overlap with other work.
     block_bytes: a multiple of `ALIGNMENT`.
     """
 

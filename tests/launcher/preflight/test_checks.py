@@ -445,7 +445,7 @@ def test_this_machine():
     assert has_module("xml.dom.minidom")
     assert not has_module("xml.no_such_module")
     assert not has_module("no_such_module_at_all.inner")
-    assert not has_module("zlib.inner"), "which is no package"
+    assert not has_module("zlib.inner"), "zlib is not a package"
 
 
 @pytest.mark.parametrize(("version", "other"), [(2, 4), (4, 2)])

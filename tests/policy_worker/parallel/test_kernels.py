@@ -92,7 +92,7 @@ MESHES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.soak
 @pytest.mark.parametrize(("mesh", "case"), MESHES, ids=str)
 def test_ranks_compile_their_part(tmp_path: Path, group: RankGroup, mesh: dict[str, Any], case: dict[str, Any]):
-    """Of one case at a time: code that is generated for several takes longer than a test waits."""
+    """Each case has a test of its own: generating code for several takes longer than a test may wait."""
     options: dict[str, Any] = {"samples": SAMPLES, "grpo": GRPO, "steps": 2} | case
     ((found, _),) = run_each(tmp_path / "2", 2, [{"mesh": mesh, "train": COMPILED} | options])
     expected, _ = run_here(group, **options)

@@ -248,7 +248,7 @@ def test_of_the_environment_a_reward_process_gets_what_is_named(
 def test_gpus_that_are_named_and_not_dealt_are_those_of_the_machine(
     word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher writes the variable for replicas alone; whoever scores elsewhere needs none."""
+    """The launcher sets the variable only for replicas; scoring elsewhere works without it."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     name, file = word.replace(":word", ":environment"), tmp_path / "environment.json"
 

@@ -37,7 +37,7 @@ def test_no_two_tensors_share_a_byte_and_hardly_one_is_spare(wanted: list[tuple[
 
 
 def test_memory_of_a_model_is_not_rounded_up():
-    """Of 1.5B parameters: PyTorch's pinned memory would take a fifth more."""
+    """PyTorch's pinned memory would take a fifth more for a model of 1.5B parameters."""
     layer = [(1536, 1536), (256, 1536), (256, 1536), (1536, 1536), (8960, 1536), (8960, 1536), (1536, 8960)]
     shapes = [(151_936, 1536), *(layer * 28), *([(1536,)] * 57)]
     arena = HostArena(pinned=False)  # which touches none of it
