@@ -5,9 +5,10 @@
 
 The positions of `shared` see each other causally; those of a sample see `shared` and, causally, themselves. Whatever
 else a model does acts on single positions, so that what samples share is computed once, and nothing for padding; own
-positions are padded to the longest of their block for the attention alone. It costs what its blocks cost, whereas a
-mask over the whole row would cost the square of the row. A layer with a sliding window of n sees the last n positions
-of a sample alone, itself among them.
+positions are padded to the longest of their block for the attention alone, or not at all where a kernel takes
+sequences of any length: of each sample its own queries, with the keys of `shared` before its own. It costs what its
+blocks cost, whereas a mask over the whole row would cost the square of the row. A layer with a sliding window of n
+sees the last n positions of a sample alone, itself among them.
 
 Where several processes share the rows, each with a piece of their positions, a `AttentionContext` gives the attention
 whole rows of some heads and takes its outputs back: blocks are of whole rows whoever computes them.
@@ -15,7 +16,9 @@ whole rows of some heads and takes its outputs back: blocks are of whole rows wh
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -27,6 +30,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from policy_worker.errors import SettingsError
+
+log = logging.getLogger(__name__)
 
 NAME, USUAL = "blocks", "sdpa"
 """The names in transformers of this attention, and of the one whose place it takes."""
@@ -81,50 +86,102 @@ class Scattered:
 
 
 class Block(NamedTuple):
-    """One block: it begins at `start` of the row, with `shared` positions; then come those of `samples` samples.
-
-    own: [samples · width], where in the row the positions of each sample are, padded with any. back: where in that
-    each own position is, in the order of the row. mask: [width, shared + width]; None without shared positions."""
+    """One block: it begins at `start` of the row, with `shared` positions; then come those of its samples, `lengths`
+    of each."""
 
     start: int
     shared: int
-    samples: int
-    own: Tensor
-    back: Tensor
-    mask: Tensor | None
+    lengths: tuple[int, ...]
+
+    @property
+    def pieces(self) -> list[int]:
+        """Lengths of the parts of the row that sequences are made of: shared ones, and those of each sample, or all
+        of them where none are shared."""
+        return [self.shared, *filter(None, self.lengths)] if self.shared else [sum(self.lengths)]
+
+
+class Sequences(NamedTuple):
+    """S sequences of one row, for a kernel that takes all of them at once.
+
+    queries, keys: int32 [S + 1], where each begins, and the last one ends; the queries of a sequence are the last of
+    its keys' positions. longest_query, longest_key: the most that a sequence has."""
+
+    queries: Tensor
+    keys: Tensor
+    longest_query: int
+    longest_key: int
 
 
 class Blocks:
-    """The blocks of a row as one value, into which a compiler does not look: it would compile anew for other ones."""
+    """The blocks of a row as one value, into which a compiler does not look: it would compile anew for other ones.
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        self.all = blocks
+    What their attention needs on the device is made by the first layer that asks, for all."""
+
+    def __init__(self, blocks: Sequence[Block], starts: Tensor | None = None) -> None:
+        """starts: `starts_of` them, on the device; None: made when it is asked for."""
+        self.all = tuple(blocks)
+        self._starts = starts
+        self._shares = any(block.shared for block in blocks)
+        self._padded: dict[Block, tuple[Tensor, Tensor]] = {}
+        self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
+
+    def sequences(self, device: torch.device) -> Sequences:
+        """What the kernel attends within: the shared positions of a block, and each sample behind them."""
+        lengths = _lengths_of(self.all)
+        if self._starts is None:
+            self._starts = torch.from_numpy(starts_of(self.all)).to(device)
+        longest = (max((pair[side] for pair in lengths), default=0) for side in (0, 1))
+        return Sequences(self._starts[0], self._starts[1], *longest)
+
+    def keys_of(self, row: Tensor) -> Tensor:
+        """Keys or values of the sequences, [T, H, D], of those of the row [L, H, D]: shared ones again for each
+        sample. Their gradients add up in one sum, in the same order each time."""
+        if not self._shares:
+            return row
+        pieces = iter(row.split([n for block in self.all for n in block.pieces]))
+        keys: list[Tensor] = []
+        for block in self.all:
+            keys.append(next(pieces))
+            samples = len(block.pieces) - 1
+            for shared in keys[-1].expand(samples, -1, -1, -1).unbind() if samples else ():
+                keys += shared, next(pieces)
+        return torch.cat(keys)
+
+    def padded(self, block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where in the row the own positions of each sample are, padded with any, [samples · width]; and where in
+        that each own position is, in the order of the row."""
+        if block not in self._padded:
+            first, width, ends = block.start + block.shared, max(block.lengths), np.cumsum(block.lengths)
+            own = np.full((len(block.lengths), width), block.start, np.int64)
+            back = [np.zeros(0, np.int64)]
+            for number, (length, end) in enumerate(zip(block.lengths, ends.tolist(), strict=True)):
+                own[number, :length] = first + np.arange(end - length, end)
+                back.append(number * width + np.arange(length))
+            places = (torch.from_numpy(array).to(device) for array in (own.reshape(-1), np.concatenate(back)))
+            self._padded[block] = next(places), next(places)
+        return self._padded[block]
+
+    def mask(self, before: int, width: int, window: int | None, device: torch.device) -> Tensor | None:
+        """See `_mask`."""
+        if (key := (before, width, window)) not in self._masks:
+            self._masks[key] = _mask(before, width, window, device)
+        return self._masks[key]
 
 
-def block_of(start: int, shared: int, lengths: Sequence[int], device: torch.device | str) -> Block:
-    """A block whose samples have these own lengths."""
-    first, width = start + shared, max(lengths)
-    ends = np.cumsum(lengths)
-    own = np.full((len(lengths), width), start, np.int64)
-    back = [np.zeros(0, np.int64)]
-    for number, (length, end) in enumerate(zip(lengths, ends.tolist(), strict=True)):
-        own[number, :length] = first + np.arange(end - length, end)
-        back.append(number * width + np.arange(length))
-    return Block(
-        start,
-        shared,
-        len(lengths),
-        _indices(own, device),
-        _indices(np.concatenate(back), device),
-        _mask(shared, width, None, device),
-    )
+def _lengths_of(blocks: Sequence[Block]) -> list[tuple[int, int]]:
+    """How many queries and keys each sequence of blocks has."""
+    shared = ([(block.shared, block.shared)] if block.shared else [] for block in blocks)
+    own = ([(n, block.shared + n) for n in block.lengths if n] for block in blocks)
+    return [pair for parts in zip(shared, own, strict=True) for part in parts for pair in part]
 
 
-def _indices(array: npt.NDArray[np.int64], device: torch.device | str) -> Tensor:
-    return torch.from_numpy(array.reshape(-1)).to(device, non_blocking=True)
+def starts_of(blocks: Sequence[Block]) -> npt.NDArray[np.int32]:
+    """Where queries and keys of each sequence begin, and the last one ends, [2, S + 1]: see `Sequences`."""
+    lengths = np.array([(0, 0), *_lengths_of(blocks)], np.int32)
+    return np.ascontiguousarray(lengths.cumsum(0, dtype=np.int32).T)
 
 
-def _mask(before: int, width: int, window: int | None, device: torch.device | str) -> Tensor | None:
+def _mask(before: int, width: int, window: int | None, device: torch.device) -> Tensor | None:
     """[width, before + width]: what the last `width` positions of a sample see. None: all up to themselves."""
     if not before and (window is None or window >= width):
         return None
@@ -154,11 +211,12 @@ def attend(
         raise ValueError("it has layers with attention sinks")
     if context is not None:
         query, key, value = context.to_heads(query, key, value)
-    if blocks is not None:
+    if attention_mask is None and has_kernel(query, key, value):
+        outputs = _at_once(query, key, value, blocks, scaling, sliding_window)
+    elif blocks is not None:
         row = tuple(tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [L, H, D]
-        parts = [part for block in blocks.all for part in _within(block, row, scaling, sliding_window)]
-        padding = query.shape[2] - sum(map(len, parts))
-        outputs = pad(torch.cat(parts), (0, 0, 0, 0, 0, padding))[None]
+        parts = [part for block in blocks.all for part in _within(blocks, block, row, scaling, sliding_window)]
+        outputs = _lengthened(torch.cat(parts), query.shape[2])
     else:
         mask = attention_mask
         if mask is None:
@@ -167,27 +225,51 @@ def attend(
     return outputs if context is None else context.to_positions(outputs), None
 
 
-def _within(block: Block, row: tuple[Tensor, ...], scale: float | None, window: int | None) -> list[Tensor]:
-    """The outputs of a block, [n, H, D], in the order of the row."""
+def _lengthened(outputs: Tensor, length: int) -> Tensor:
+    """Outputs [n, H, D] of a row [1, length, H, D]; nothing behind them is a position of a sequence."""
+    return pad(outputs, (0, 0, 0, 0, 0, length - len(outputs)))[None]
+
+
+def _at_once(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Blocks | None, scale: float | None, window: int | None
+) -> Tensor:
+    """[R, L, H, D] of queries [R, H, L, D], keys and values [R, H', L, D]: all sequences in one call of a kernel."""
+    rows, length, device = len(query), query.shape[2], query.device
+    if blocks is None:
+        starts = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
+        sequences = Sequences(starts, starts, length, length)
+        query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+        return Chosen.kernel(query, key, value, sequences, scale, window).unflatten(0, (rows, length))
+    computed = sum(sum(block.pieces) for block in blocks.all)
+    query, key, value = (tensor[0].transpose(0, 1)[:computed] for tensor in (query, key, value))
+    key, value = blocks.keys_of(key), blocks.keys_of(value)
+    return _lengthened(Chosen.kernel(query, key, value, blocks.sequences(device), scale, window), length)
+
+
+def _within(
+    blocks: Blocks, block: Block, row: tuple[Tensor, ...], scale: float | None, window: int | None
+) -> list[Tensor]:
+    """The outputs of a block, [n, H, D], in the order of the row, by kernels that take sequences of one length."""
     outputs = []
     shared = [tensor[block.start : block.start + block.shared].transpose(0, 1)[None] for tensor in row]
     device = row[0].device
     if block.shared:
-        mask = _mask(0, block.shared, window, device)
         query, key, value = shared
+        mask = blocks.mask(0, block.shared, window, device)
         outputs.append(_attention(query, key, value, mask, scale, window)[0].transpose(0, 1))
-    if len(block.back):
+    if any(block.lengths):
+        own, back = blocks.padded(block, device)
         query, key, value = (
-            tensor.index_select(0, block.own).unflatten(0, (block.samples, -1)).transpose(1, 2) for tensor in row
+            tensor.index_select(0, own).unflatten(0, (len(block.lengths), -1)).transpose(1, 2) for tensor in row
         )
-        mask = block.mask if window is None else _mask(block.shared, query.shape[2], window, device)
+        mask = blocks.mask(block.shared, query.shape[2], window, device)
         if block.shared:
             pairs = zip(shared[1:], (key, value), strict=True)
             key, value = (
-                torch.cat([prompt.expand(block.samples, -1, -1, -1), response], 2) for prompt, response in pairs
+                torch.cat([prompt.expand(len(response), -1, -1, -1), response], 2) for prompt, response in pairs
             )
         out = _attention(query, key, value, mask, scale, window)
-        outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, block.back))
+        outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, back))
     return outputs
 
 
@@ -196,67 +278,113 @@ def _attention(
 ) -> Tensor:
     """[R, H, n, D] of queries [R, H, n, D], keys and values [R, H', m, D]: the last n of m positions, each of which
     sees up to itself, or the last `window` of these; mask says the same, None without a window where n is m."""
-    if Chosen.flash is not None and _on_gpu(query):
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return Chosen.flash(query, key, value, scale, window).transpose(1, 2)
     grouped = query.shape[1] != key.shape[1]
-    if grouped and query.is_cuda and (mask is not None or not key.shape[-1] == value.shape[-1] <= 256):
-        # Then only the slowest kernel takes fewer heads of keys than of queries.
-        key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
-        grouped = False
+    if query.is_cuda:
+        _say_slow(query.dtype, query.shape[-1], value.shape[-1])
+        if grouped:  # of torch's kernels for these types and sizes only the slowest takes fewer heads of keys
+            key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
+            grouped = False
     return scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
 
 
-def _on_gpu(tensor: Tensor) -> bool:
-    return tensor.is_cuda
-
-
-# ---- FlashAttention --------------------------------------------------------------------------------------------
+# ---- kernels that take sequences of any length ------------------------------------------------------------------
 
 FLASH = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
-"""The module of each version."""
-Flash = Callable[[Tensor, Tensor, Tensor, float | None, int | None], Tensor]
-"""(queries [R, n, H, D], keys, values [R, m, H', D], scale, window) → [R, n, H, D], causal and aligned at the end."""
+"""The module of each version of FlashAttention."""
+Kernel = Callable[[Tensor, Tensor, Tensor, Sequences, float | None, int | None], Tensor]
+"""(queries [T, H, D], keys, values [T', H', D], sequences, scale, window) → [T, H, D], causal."""
+WIDEST, OLDEST = 256, (8, 0)
+"""The most dimensions of a head, and the least compute capability, that FlashAttention in PyTorch takes."""
+
+
+def _of_torch(
+    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float | None, window: int | None
+) -> Tensor:
+    """FlashAttention 2 as PyTorch has it. Causal queries are the last ones of the keys' positions there, too."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    size = (-1 if window is None else window - 1, 0)
+    grouped = query.shape[1] != key.shape[1]
+    return cast(Tensor, varlen_attn(query, key, value, *sequences, scale=scale, window_size=size, enable_gqa=grouped))
 
 
 class Chosen:
-    """The kernel of this process' attention on a GPU. flash: None: torch's kernels."""
+    """The kernel of this process for what `has_kernel`."""
 
-    flash: Flash | None = None
+    kernel: Kernel = staticmethod(_of_torch)
+
+
+def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the attention of these is computed by `Chosen.kernel`, not with masks."""
+    width = query.shape[-1]
+    return (
+        query.is_cuda
+        and takes_type(query.dtype, torch.cuda.get_device_capability(query.device))
+        and key.shape[-1] == value.shape[-1] == width <= WIDEST
+        and width % 8 == 0
+    )
+
+
+def takes_type(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether GPUs of this capability have a kernel for sequences of any length in this type."""
+    return dtype in (torch.bfloat16, torch.float16) and capability >= OLDEST
+
+
+@cache
+def _say_slow(dtype: torch.dtype, *widths: int) -> None:
+    log.warning(
+        "attention in %s with heads of %s is computed with masks, which costs several times as much as "
+        "FlashAttention does in bfloat16 or float16 with heads of at most %d, on GPUs from Ampere on",
+        str(dtype).removeprefix("torch."), " and ".join(map(str, dict.fromkeys(widths))), WIDEST,
+    )  # fmt: skip
 
 
 def use_flash(version: int | None) -> None:
-    """Compute what is on a GPU with this version of FlashAttention from now on; None: with torch's kernels.
+    """Compute what is on a GPU with this version of FlashAttention from now on; None: with the one in PyTorch.
 
     What is on a CPU, as the small models by which architectures are proven, is computed by torch in any case.
 
     Raises `SettingsError`: it cannot be imported."""
     if version is None:
-        Chosen.flash = None
+        Chosen.kernel = staticmethod(_of_torch)
         return
     try:
-        function = import_module(FLASH[version]).flash_attn_func
+        function = import_module(FLASH[version]).flash_attn_varlen_func
     except (ImportError, OSError, AttributeError) as error:
         raise SettingsError(
             f"train.fa_version = {version}: {FLASH[version]} cannot be imported ({error}): see docs/precision.md, or "
             f"leave it out"
         ) from error
-    Chosen.flash = staticmethod(flash_of(function, version))
+    Chosen.kernel = staticmethod(flash_of(function, version))
 
 
-def flash_of(function: Callable[..., Any], version: int) -> Flash:
-    """`flash_attn_func` of a version's module, under the arguments that they have in common.
+def flash_of(function: Callable[..., Any], version: int) -> Kernel:
+    """`flash_attn_varlen_func` of a version's module, under the arguments that they have in common.
 
     From 2.1 on causal queries are the last ones of the keys' positions (Dao-AILab/flash-attention, README), which is
     how own positions see those that they share. No window is (-1, -1) in versions 2 and 3, (None, None) in 4."""
     endless = None if version == 4 else -1
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float | None, window: int | None
+    ) -> Tensor:
         size = (endless, endless) if window is None else (window - 1, 0)
         alike = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
-        output = function(query, key, value, softmax_scale=scale, causal=True, window_size=size, **alike)
+        output = function(
+            query,
+            key,
+            value,
+            cu_seqlens_q=sequences.queries,
+            cu_seqlens_k=sequences.keys,
+            max_seqlen_q=sequences.longest_query,
+            max_seqlen_k=sequences.longest_key,
+            softmax_scale=scale,
+            causal=True,
+            window_size=size,
+            **alike,
+        )
         return cast(Tensor, output[0] if isinstance(output, tuple) else output)  # some add the log-sum-exp
 
     return attention

@@ -121,7 +121,7 @@ class Drawn:
         return (reshaping.repetition != 1.0) + reshaping.counts_answer + reshaping.filters
 
     def of_tokens(self, tokens: npt.NDArray[np.int64]) -> Drawn:
-        """The same of some of the K tokens alone: rising, and of each answer an uninterrupted part."""
+        """The same of some of the K tokens, in host memory: rising, and of each answer an uninterrupted part."""
         counts = np.diff(self.starts)[tokens]
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         entries = np.repeat(self.starts[tokens] - starts[:-1], counts) + np.arange(starts[-1])
@@ -131,14 +131,13 @@ class Drawn:
             if first < last:
                 begin = first - int(tokens[first] - answer.begin)
                 answers.append(answer._replace(first=first, last=last, begin=begin))
-        device = self.ids.device
         return replace(
             self,
             answers=answers,
-            kept_ids=self.kept_ids[torch.from_numpy(entries).to(device)],
-            kept_rows=torch.from_numpy(np.repeat(np.arange(len(tokens)), counts)).to(device),
+            kept_ids=self.kept_ids[torch.from_numpy(entries)],
+            kept_rows=torch.from_numpy(np.repeat(np.arange(len(tokens)), counts)),
             starts=starts,
-            whole=self.whole[torch.from_numpy(tokens).to(device)],
+            whole=self.whole[torch.from_numpy(tokens)],
         )
 
     def apply(self, logits: Tensor, first: int, temperature: float, with_slope: bool) -> Tensor | None:
@@ -214,10 +213,8 @@ class DrawnContext:
     held: Ints | None
 
 
-def drawn_of(
-    contexts: Sequence[DrawnContext], reshaping: Reshaping, vocabulary: int, device: torch.device | str
-) -> Drawn | None:
-    """Describe what the learned tokens of these segments were drawn from; None: the softmax alone.
+def drawn_of(contexts: Sequence[DrawnContext], reshaping: Reshaping, vocabulary: int) -> Drawn | None:
+    """Describe what the learned tokens of these segments were drawn from, in host memory; None: the softmax alone.
 
     Raises `BadBatchError`: a sample has a token that could not be drawn; `SettingsError`: a sample lacks its kept
     sets, or they have ids that the model does not know."""
@@ -240,9 +237,9 @@ def drawn_of(
             kept_ids.append(sets.ids.astype(np.int64))
         for run in np.split(context.learned, np.flatnonzero(np.diff(context.learned) > 1) + 1):
             held = _held(context, run, reshaping.min_tokens, vocabulary)
-            on_device = None if held is None else torch.from_numpy(held.astype(np.int64)).to(device)
+            held_ids = None if held is None else torch.from_numpy(held.astype(np.int64))
             last = first + len(run)
-            answers.append(AnswerSpan(first, last, first, offset, offset + int(run[0]), on_device))
+            answers.append(AnswerSpan(first, last, first, offset, offset + int(run[0]), held_ids))
             first = last
         offset += len(context.token_ids)
     all_counts, ids = np.concatenate(counts), np.concatenate(kept_ids)
@@ -255,11 +252,11 @@ def drawn_of(
     return Drawn(
         reshaping,
         answers,
-        ids=torch.from_numpy(np.concatenate([c.token_ids for c in contexts]).astype(np.int64)).to(device),
-        kept_ids=torch.from_numpy(ids).to(device),
-        kept_rows=torch.from_numpy(rows).to(device),
+        ids=torch.from_numpy(np.concatenate([c.token_ids for c in contexts]).astype(np.int64)),
+        kept_ids=torch.from_numpy(ids),
+        kept_rows=torch.from_numpy(rows),
         starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(all_counts)]),
-        whole=torch.from_numpy(all_counts == 0).to(device),
+        whole=torch.from_numpy(all_counts == 0),
     )
 
 

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from policy_worker.errors import BadBatchError, SettingsError
-from policy_worker.model.attention import LEAST_FILL, Block, block_of
+from policy_worker.model.arrival import on_device
+from policy_worker.model.attention import LEAST_FILL, Block, starts_of, takes_type
 from policy_worker.model.drawn import Drawn, DrawnContext, KeptSets, Reshaping, drawn_of
 from schema.wire.sample import Sample
 
@@ -36,9 +37,17 @@ Bits = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Ints64 = npt.NDArray[np.int64]
 Experts = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
-LEAST_SPARED = {"cpu": 0.05, "cuda": 0.3}
-"""Part of its tokens by which shared prompts must make a micro-batch smaller, to be worth it. Measured on a CPU
-(`benchmarks/trainer/layouts.py`); on a GPU a guess, since attention with a mask is not its fastest."""
+LEAST_SPARED, LEAST_SPARED_MASKED = 0.05, 0.3
+"""Part of its tokens by which shared prompts must make a micro-batch smaller, to be worth it: on a CPU, where it was
+measured (`benchmarks/trainer/layouts.py`), and where a GPU has a kernel for sequences of any length; and on a GPU
+whose attention needs masks for them, where it is a guess."""
+
+
+def least_spared(device: torch.device, dtype: torch.dtype) -> float:
+    """Which of the two holds for a model that computes in this type."""
+    if device.type == "cpu" or takes_type(dtype, torch.cuda.get_device_capability(device)):
+        return LEAST_SPARED
+    return LEAST_SPARED_MASKED
 
 
 OWN = -1
@@ -178,7 +187,8 @@ class MicroBatch:
     input_ids, position_ids: int64 [R, L]. index: int64 [K] into the flattened [R · L]; where rows are cut, into those
     of the piece that predicts the token. labels: int64 [K]. old_logprobs: float32 [K]. sample: int64 [K] in [0, S).
     rows: the table's row of each sample. columns: [K, …] each, what passes before this one found for its tokens.
-    blocks: of the attention, where all sequences are in one row. drawn: what the tokens of this rank's piece were
+    blocks: of the attention, where all sequences are in one row; starts: of their sequences, int32 [2, S' + 1] (see
+    `attention.starts_of`). drawn: what the tokens of this rank's piece were
     drawn from, where that is not the model's softmax. pieces: int64 [k] each, which of the K tokens each piece
     predicts, rising; empty where rows are whole. piece: this rank's. routing: what the engine's routers chose for the
     positions, where it is replayed."""
@@ -192,6 +202,7 @@ class MicroBatch:
     rows: list[int]
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     blocks: Sequence[Block] = ()
+    starts: Tensor | None = None
     drawn: Drawn | None = None
     pieces: Sequence[Tensor] = ()
     piece: int = 0
@@ -210,8 +221,9 @@ class MicroBatch:
 class BatchLayout:
     """packed: the layout. vocabulary: token ids are below it. device: where the tensors go.
 
-    least_spared: equal prompts are there once where that spares at least this part of the tokens; None: never, for
-    models whose attention takes no blocks. reshaping: what changes the distribution that tokens are drawn from.
+    least_spared: equal prompts are there once where that spares at least this part of the tokens, in packed rows as
+    in others; None: never, for models whose attention takes no blocks. reshaping: what changes the distribution that
+    tokens are drawn from.
     pieces: into how many the rows are cut. piece: this rank's. parts: into how many a piece is cut within the model.
     The length of rows is a multiple of both together. mixtures: of the model that chooses experts as the engine did;
     None: it chooses for itself."""
@@ -236,24 +248,22 @@ def collate(
 ) -> MicroBatch:
     """Lay samples out. Without any, it is an empty micro-batch: one position that predicts nothing.
 
-    columns: of these rows and maybe others, on any device.
+    columns: of these rows and maybe others, on any device. What is in host memory comes to the device in one copy.
 
     Raises `SettingsError`: a sample of several segments in the padded layout, whose size nobody could know
     beforehand; a token id that the model has no embedding for; see `drawn_of`; `BadBatchError`: see `drawn_of`, and
     `_routing_of`."""
-    device, parts = layout.device, layout.pieces * layout.parts
+    parts = layout.pieces * layout.parts
     owners = [number for number, sample in enumerate(samples) for _ in sample.segments]
     segments = [segment for sample in samples for segment in sample.segments]
     if not layout.packed and len(segments) > len(samples):
         raise SettingsError("train.sequence_packing = false: samples of several segments need it to be true")
     lengths = np.array([len(segment.token_ids) - 1 for segment in segments], np.int64)
     width = _multiple(int(lengths.max(initial=1)), parts)
-    replays, alone = layout.mixtures is not None, [(0, list(range(len(segments))))]
-    prompts = alone if layout.least_spared is None else _prompts(segments, replays)
-    spared = sum(shared * (len(members) - 1) for shared, members in prompts)
-    one_row = layout.packed or spared >= (layout.least_spared or 0.0) * lengths.sum() > 0
+    prompts = _worth_sharing(segments, lengths, layout)
+    one_row = layout.packed or any(shared for shared, _ in prompts)
     if one_row:
-        places, blocks = _in_blocks(prompts, lengths, device)
+        places, blocks = _in_blocks(prompts, lengths)
     else:
         places, blocks = [number * width + np.arange(length) for number, length in enumerate(lengths)], []
     ends = [int(place[-1]) + 1 for place in places if len(place)]
@@ -274,27 +284,39 @@ def collate(
         contexts.append(DrawnContext(rows[number], segment.token_ids, picked + 1, segment.kept, samples[number].held))
     _check_ids(segments, layout.vocabulary)
     at, of_pieces = _in_pieces(_joined(index, np.int64), shape[1], layout.pieces)
-    drawn = drawn_of(contexts, layout.reshaping, layout.vocabulary, device)
+    drawn = drawn_of(contexts, layout.reshaping, layout.vocabulary)
     if drawn is not None and of_pieces:
         drawn = drawn.of_tokens(of_pieces[layout.piece])
-    return MicroBatch(
-        input_ids=_tensor(input_ids, device),
-        position_ids=_tensor(positions, device),
-        index=_tensor(at, device),
-        labels=_tensor(_joined(labels, np.int64), device),
-        old_logprobs=_tensor(_joined(old, np.float32), device),
-        sample=_tensor(_joined(owner, np.int64), device),
+    batch = MicroBatch(
+        input_ids=_tensor(input_ids),
+        position_ids=_tensor(positions),
+        index=_tensor(at),
+        labels=_tensor(_joined(labels, np.int64)),
+        old_logprobs=_tensor(_joined(old, np.float32)),
+        sample=_tensor(_joined(owner, np.int64)),
         rows=list(rows),
         columns={
-            name: torch.cat([torch.empty(0), *(values[row] for row in rows)]).to(device, non_blocking=True)
+            name: torch.cat([values[row] for row in rows]) if rows else torch.empty(0)
             for name, values in columns.items()
         },
         blocks=blocks,
+        starts=_tensor(starts_of(blocks)) if blocks else None,
         drawn=drawn,
-        pieces=[_tensor(tokens, device) for tokens in of_pieces],
+        pieces=[_tensor(tokens) for tokens in of_pieces],
         piece=layout.piece,
         routing=_routing_of(segments, places, shape, layout),
     )
+    return on_device(batch, layout.device)
+
+
+def _worth_sharing(segments: Sequence[Segment], lengths: Ints64, layout: BatchLayout) -> list[tuple[int, list[int]]]:
+    """`_prompts` of the segments, if computing them once spares enough; else all segments, with 0 tokens."""
+    alone = [(0, list(range(len(segments))))]
+    if layout.least_spared is None:
+        return alone
+    prompts = _prompts(segments, layout.mixtures is not None)
+    spared = sum(shared * (len(members) - 1) for shared, members in prompts)
+    return prompts if spared and spared >= layout.least_spared * lengths.sum() else alone
 
 
 def _routing_of(
@@ -324,7 +346,7 @@ def _routing_of(
         if weights is not None:
             weights[place] = its_weights
     arrays = [None if array is None else array.reshape(*shape, *ids.shape[1:]) for array in (ids, weights)]
-    return RoutingRecord(*(None if array is None else _tensor(array, layout.device) for array in arrays))
+    return RoutingRecord(*(None if array is None else _tensor(array) for array in arrays))
 
 
 def _in_pieces(index: Ints64, length: int, pieces: int) -> tuple[Ints64, list[Ints64]]:
@@ -363,9 +385,7 @@ def _prompts(segments: Sequence[Segment], replays: bool) -> list[tuple[int, list
     return [*shared, (0, alone)] if alone else shared
 
 
-def _in_blocks(
-    prompts: Sequence[tuple[int, list[int]]], lengths: Ints64, device: torch.device | str
-) -> tuple[list[Ints64], list[Block]]:
+def _in_blocks(prompts: Sequence[tuple[int, list[int]]], lengths: Ints64) -> tuple[list[Ints64], list[Block]]:
     """Where the inputs of each segment are in one row, and the blocks of that row."""
     places: list[Ints64] = [np.zeros(0, np.int64)] * len(lengths)
     blocks, start = [], 0
@@ -374,7 +394,7 @@ def _in_blocks(
         for members in [by_length] if shared else _of_one_length(by_length, lengths):
             own_lengths = [int(lengths[number]) - shared for number in members]
             if shared + sum(own_lengths):
-                blocks.append(block_of(start, shared, own_lengths, device))
+                blocks.append(Block(start, shared, tuple(own_lengths)))
             at = start + shared
             for number, length in zip(members, own_lengths, strict=True):
                 places[number] = np.concatenate([start + np.arange(shared), at + np.arange(length)])
@@ -407,5 +427,5 @@ def _joined(parts: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]) -
     return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
 
 
-def _tensor(array: npt.NDArray[np.generic], device: torch.device | str) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention, sequence
-from policy_worker.model.attention import AttentionContext, Block, Blocks, Outputs
+from policy_worker.model.attention import AttentionContext, Blocks, Outputs
 from policy_worker.model.head import Head, VocabularyShard
 from policy_worker.model.logprobs import Beside, TokenOutputs, token_logprobs
 from policy_worker.model.micro_batch import MicroBatch, RoutingRecord
@@ -65,7 +65,7 @@ class Backbone(nn.Module):
         return self
 
     def _hidden(
-        self, input_ids: Tensor, position_ids: Tensor, blocks: Sequence[Block] = (), entry: StageInput | None = None
+        self, input_ids: Tensor, position_ids: Tensor, blocks: Blocks | None = None, entry: StageInput | None = None
     ) -> Tensor:
         """[R, L, D], or of this process' piece of the rows [R, L / n, D].
 
@@ -73,7 +73,7 @@ class Backbone(nn.Module):
 
         entry: the stage that runs, of a model that is cut into some; those before the last end before the norm, and
         have a part of the positions alone where these are split between layers."""
-        arguments: dict[str, Any] = {"blocks": Blocks(blocks)} if blocks and self.takes_blocks else {}
+        arguments: dict[str, Any] = {"blocks": blocks} if blocks is not None and self.takes_blocks else {}
         if self.context is not None:
             input_ids, position_ids = self.context.cut(input_ids), self.context.cut(position_ids)
             arguments["context"] = self.context
@@ -95,7 +95,8 @@ class Backbone(nn.Module):
             assert self.stages is not None
             self.stages.layers.entry = entry
         self.recall(batch)
-        hidden = self._hidden(batch.input_ids, batch.position_ids, batch.blocks, entry)
+        blocks = Blocks(batch.blocks, batch.starts) if batch.blocks else None
+        hidden = self._hidden(batch.input_ids, batch.position_ids, blocks, entry)
         return hidden.flatten(0, 1).index_select(0, batch.of_piece(batch.index)) if goes_to_head(entry) else hidden
 
     def recall(self, batch: MicroBatch, *, again: bool = False) -> None:

@@ -143,7 +143,7 @@ def _use_blocks(model: Backbone) -> str:
     try:
         if usual not in (attention.NAME, attention.USUAL):
             raise ValueError(f"its attention is {usual}")
-        blocks = [attention.block_of(0, 5, [3, 3], "cpu"), attention.block_of(11, 0, [8], "cpu")]
+        blocks = attention.Blocks([attention.Block(0, 5, (3, 3)), attention.Block(11, 0, (8,))])
         parts = (slice(0, 8), slice(5, 8), slice(0, 8))
         row, places = (torch.cat([whole[:, part] for part in parts], 1) for whole in (ids, positions))
         with _narrow(lm, 3):

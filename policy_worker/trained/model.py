@@ -23,8 +23,8 @@ from torch import Tensor
 
 from policy_worker.memory.offload import Gradients
 from policy_worker.model.drawn import Reshaping
-from policy_worker.model.micro_batch import LEAST_SPARED, BatchLayout, Columns, MicroBatch, TrainSample, collate
-from policy_worker.model.model import Backbone, More
+from policy_worker.model.micro_batch import BatchLayout, Columns, MicroBatch, TrainSample, collate, least_spared
+from policy_worker.model.model import DTYPES, Backbone, More
 from policy_worker.parallel.collectives import finish_gradients
 from policy_worker.parallel.distribute import distribute
 from policy_worker.parallel.fsdp import Units, reduce_gradients, set_last_micro_batch
@@ -69,7 +69,7 @@ class TrainedModel(ABC):
     ) -> None:
         self.group, self.schedule = group, schedule
         apart, device = device is not None, device or group.device
-        self.least_spared = LEAST_SPARED.get(device.type) if takes_blocks else None
+        self.least_spared = least_spared(device, DTYPES[keys.param_dtype]) if takes_blocks else None
         """Part of a step's tokens from which on samples share their prompts; None: never."""
         sizes = group.sizes
         spared, piece = self.least_spared, sizes.piece(group.rank)

@@ -195,11 +195,9 @@ class Planner:
         return metrics | {f"masked_fraction/{name}": len(rows) / sampled for name, rows in plan.masks.items()}
 
     def _spared(self, rows: Rows, table: StepTable) -> int:
-        """Tokens that a micro-batch does not compute, of prompts that it has already, as `collate` decides: a packed
-        one shares all, one with a row per sample only where that spares enough."""
+        """Tokens that a micro-batch does not compute, of prompts that it has already, as `collate` decides."""
         least = self._trainer.least_spared
         if least is None:
             return 0
         spared = spared_tokens([rows], table.group, table.prompt_tokens)
-        whole = sum(table.total_tokens[row] - 1 for row in rows)
-        return spared if self._batching.packed or spared >= least * whole else 0
+        return spared if spared >= least * sum(table.total_tokens[row] - 1 for row in rows) else 0

@@ -145,7 +145,7 @@ def main() -> None:
             check(here, Head(low[0]), low[1], low[2], 40, 0.03)
             for reshaping in (how, CASES["filters"], Reshaping()):
                 of = make_contexts(0, reshaping)
-                drawn = drawn_of(of, reshaping, V, "cpu")
+                drawn = drawn_of(of, reshaping, V)
                 check(here, Head(weight, None, 1.3, 2.0), hidden, states, 40, 1e-10, drawn)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention
-from policy_worker.model.attention import Blocks, attend, block_of, flash_of, use_flash
+from policy_worker.model.attention import Block, Blocks, attend, flash_of, has_kernel, takes_type, use_flash
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -22,29 +24,35 @@ def documented(
     k: Tensor,
     v: Tensor,
     *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     softmax_scale: float | None,
     causal: bool,
     window_size: Any,
-    deterministic: bool = False,
 ) -> Tensor:
-    """The attention that the package's documentation says, one query at a time: [R, n, H, D] of [R, m, H', D].
+    """The attention that the package's documentation says, one query at a time: [T, H, D] of [T', H', D].
 
     A causal query i of n sees the keys up to i + m - n, and of these those from `left` before that on.
     """
     assert causal
-    rows, n, heads, width = q.shape
-    m, group = k.shape[1], q.shape[2] // k.shape[2]
-    left = window_size[0]
-    out = torch.zeros_like(q)
-    for row in range(rows):
+    width, group, left = q.shape[2], q.shape[1] // k.shape[1], window_size[0]
+    rows = []
+    for (first_q, last_q), (first_k, last_k) in zip(
+        pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True
+    ):
+        n, m = last_q - first_q, last_k - first_k
+        assert n <= max_seqlen_q
+        assert m <= max_seqlen_k
         for i in range(n):
             last = i + m - n
             first = 0 if left in (None, -1) else max(0, last - left)
-            for head in range(heads):
-                keys, values = (x[row, first : last + 1, head // group] for x in (k, v))
-                scores = keys @ q[row, i, head] * (softmax_scale or width**-0.5)
-                out[row, i, head] = scores.softmax(0) @ values
-    return out
+            keys, values = (x[first_k + first : first_k + last + 1].repeat_interleave(group, 1) for x in (k, v))
+            scores = (keys * q[first_q + i]).sum(-1) * (softmax_scale or width**-0.5)  # [m, H]
+            rows.append((scores.softmax(0)[..., None] * values).sum(0))
+    assert len(rows) == len(q)
+    return torch.stack(rows)
 
 
 def inputs(rows: int, length: int) -> list[Tensor]:
@@ -52,48 +60,114 @@ def inputs(rows: int, length: int) -> list[Tensor]:
     return [torch.randn(rows, heads, length, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
 
+BLOCKS = [Block(0, 5, (3, 2, 0)), Block(10, 0, (8, 7)), Block(25, 2, (0, 0)), Block(27, 3, (4,))]
+PACKED = [Block(0, 0, (8, 7)), Block(15, 0, (19,))]
+
+
+def computed(blocks: Blocks | None, window: int | None, context: Any = None) -> list[Tensor]:
+    """Outputs of a row with two positions of padding, or of two rows, and the gradients of what they come from."""
+    tensors = [tensor.requires_grad_() for tensor in inputs(*((1, 36) if blocks else (2, 7)))]
+    options = {"scaling": 0.3, "sliding_window": window, "blocks": blocks, "context": context}
+    output, _ = attend(torch.nn.Identity(), *tensors, None, **options)
+    weights = torch.linspace(-1, 1, output.numel()).view_as(output)
+    end = 34 if blocks else 7
+    return [output[:, :end], *torch.autograd.grad((output * weights)[:, :end].sum(), tensors)]
+
+
 @pytest.mark.parametrize("version", [2, 3, 4])
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("shared", [True, False], ids=["blocks", "rows"])
+@pytest.mark.parametrize("blocks", [BLOCKS, PACKED, None], ids=["shared", "packed", "rows"])
 def test_flash_computes_what_masks_say(
-    monkeypatch: pytest.MonkeyPatch, version: int, window: int | None, shared: bool
+    monkeypatch: pytest.MonkeyPatch, version: int, window: int | None, blocks: list[Block] | None
 ):
-    """Blocks that share positions, blocks without, and plain rows; versions that return the log-sum-exp too."""
-    rows, length = (1, 19) if shared else (2, 7)
-    options: dict[str, Any] = {"scaling": 0.3, "sliding_window": window}
-    if shared:
-        options["blocks"] = Blocks([block_of(0, 5, [3, 2], "cpu"), block_of(10, 0, [8], "cpu")])
-    query, key, value = inputs(rows, length)
-    expected, _ = attend(torch.nn.Identity(), query, key, value, None, **options)
+    """Of rows with shared positions, packed ones and plain ones one call each computes all, and all gradients; of
+    versions that return the log-sum-exp too."""
+    expected = computed(blocks and Blocks(blocks), window)
     asked = []
 
     def function(*tensors: Tensor, **named: Any) -> Any:
         asked.append(named)
-        found = documented(*tensors, **named)
-        return found if version == 2 else (found, None)
+        outputs = documented(*tensors, **named)
+        return outputs if version == 2 else (outputs, None)
 
-    monkeypatch.setattr(attention.Chosen, "flash", staticmethod(flash_of(function, version)))
-    monkeypatch.setattr(attention, "_on_gpu", lambda _: True)
-    found, _ = attend(torch.nn.Identity(), query, key, value, None, **options)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert len(asked) == (3 if shared else 1)
+    monkeypatch.setattr(attention.Chosen, "kernel", staticmethod(flash_of(function, version)))
+    monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
+    in_one_call = computed(blocks and Blocks(blocks), window)
+    for ours, theirs in zip(in_one_call, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    (call,) = asked
     endless = None if version == 4 else -1
-    assert {one["window_size"] for one in asked} == {(2, 0) if window else (endless, endless)}
+    assert call["window_size"] == ((2, 0) if window else (endless, endless))
+
+
+def test_no_mask_is_made_where_a_kernel_takes_any_length(monkeypatch: pytest.MonkeyPatch):
+    """Three layers make the mask of a block once, and places of its samples; with a kernel neither."""
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **kwargs or {})
+            if isinstance(result, Tensor) and result.dtype in (torch.bool, torch.int64):
+                made.append(result.shape)
+            return result
+
+    def layers() -> None:
+        blocks = Blocks([Block(0, 5, (3, 2)), Block(10, 3, (4, 4))])
+        for _ in range(3):
+            attend(torch.nn.Identity(), *inputs(1, 21), None, blocks=blocks)
+
+    made: list[torch.Size] = []
+    with torch.no_grad(), Made():
+        layers()
+    assert {(3, 8), (4, 7)} <= set(made)
+    masks = [shape for shape in made if len(shape) == 2]
+    assert len(masks) == len(set(masks)) * 2, "ones, of which the upper triangle is cut, once"
+    monkeypatch.setattr(attention.Chosen, "kernel", staticmethod(lambda query, *_: query))
+    monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
+    made.clear()
+    with torch.no_grad(), Made():
+        layers()
+    assert made == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "takes"),
+    [
+        (torch.bfloat16, (8, 0), True),
+        (torch.float16, (9, 0), True),
+        (torch.float32, (9, 0), False),
+        (torch.float16, (7, 5), False),
+    ],
+)
+def test_types_that_a_gpu_has_a_kernel_for(dtype: torch.dtype, capability: tuple[int, int], takes: bool):
+    assert takes_type(dtype, capability) is takes
+    assert not has_kernel(*inputs(1, 4)), "on a CPU there is none"
+
+
+def test_the_kernel_in_torch_is_called_with_what_it_declares():
+    """Its operator for tensors without data, which has the shapes of the one on a GPU."""
+    query, key, value = (tensor[0].transpose(0, 1).to("meta", torch.bfloat16) for tensor in inputs(1, 34))
+    blocks = Blocks(BLOCKS)
+    sequences = blocks.sequences(torch.device("meta"))
+    key, value = blocks.keys_of(key), blocks.keys_of(value)
+    assert len(key) == len(value) == 5 + (5 + 3) + (5 + 2) + 15 + 2 + 3 + (3 + 4)
+    assert sequences[2:] == (8, 8)
+    output = attention.Chosen.kernel(query, key, value, sequences, 0.3, 4)
+    assert output.shape == query.shape
 
 
 def test_what_is_on_a_cpu_is_computed_by_torch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention.Chosen, "flash", None)
+    monkeypatch.setattr(attention.Chosen, "kernel", attention.Chosen.kernel)
     query, key, value = inputs(1, 5)
     expected, _ = attend(torch.nn.Identity(), query, key, value, None)
 
     def refuse(*_: Any, **__: Any) -> Tensor:
         raise AssertionError
 
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=refuse))
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=refuse))
     use_flash(2)
     assert torch.equal(attend(torch.nn.Identity(), query, key, value, None)[0], expected)
     use_flash(None)
-    assert attention.Chosen.flash is None
+    assert attention.Chosen.kernel is attention._of_torch
 
 
 @pytest.mark.parametrize(("version", "module"), attention.FLASH.items())

@@ -87,7 +87,7 @@ def sum_p(log_p: Tensor, values: Tensor) -> Tensor:
 def test_equal_to_the_naive_distribution(case: str, seed: int, chunk: int, capped: bool) -> None:
     how = CASES[case]
     contexts = make_contexts(seed, how)
-    drawn = drawn_of(contexts, how, V, "cpu")
+    drawn = drawn_of(contexts, how, V)
     labels = torch.from_numpy(np.concatenate([c.token_ids[c.learned] for c in contexts]).astype(np.int64))
     generator = torch.Generator().manual_seed(seed)
     hidden, weight, states = (
@@ -123,25 +123,25 @@ def test_equal_to_the_naive_distribution(case: str, seed: int, chunk: int, cappe
 
 
 def test_nothing_changes_where_nothing_is_asked_for() -> None:
-    assert drawn_of(make_contexts(0, CASES["filters"]), Reshaping(), V, "cpu") is None
+    assert drawn_of(make_contexts(0, CASES["filters"]), Reshaping(), V) is None
 
 
 def test_a_sample_without_sets_is_refused() -> None:
     contexts = [replace(one, kept=None) for one in make_contexts(0, CASES["filters"])]
     with pytest.raises(SettingsError, match="sample 0 does not say which ids"):
-        drawn_of(contexts, CASES["filters"], V, "cpu")
+        drawn_of(contexts, CASES["filters"], V)
 
 
 def test_a_token_that_was_held_back_is_refused() -> None:
     contexts = make_contexts(0, CASES["min_tokens"])
     contexts[1].token_ids[2] = 19
     with pytest.raises(BadBatchError, match=r"sample 1 has the token 19 at place 1 .*min_tokens = 3"):
-        drawn_of(contexts, CASES["min_tokens"], V, "cpu")
+        drawn_of(contexts, CASES["min_tokens"], V)
 
 
 def test_an_id_that_the_model_does_not_have_is_refused() -> None:
     with pytest.raises(SettingsError, match="with the id 21, and the model has embeddings for 0 to 19"):
-        drawn_of(make_contexts(0, CASES["filters"]), CASES["filters"], 20, "cpu")
+        drawn_of(make_contexts(0, CASES["filters"]), CASES["filters"], 20)
 
 
 @settings(max_examples=6, deadline=None)
@@ -150,7 +150,7 @@ def test_an_id_that_the_model_does_not_have_is_refused() -> None:
 def test_some_of_the_tokens_are_drawn_as_among_all(case: str, seed: int, cuts: list[int]) -> None:
     how = CASES[case]
     contexts = make_contexts(seed, how)
-    drawn = drawn_of(contexts, how, V, "cpu")
+    drawn = drawn_of(contexts, how, V)
     assert drawn is not None
     tokens, first, bounds = [], 0, iter(cuts)  # an uninterrupted part of each answer, maybe none
     for context in contexts:

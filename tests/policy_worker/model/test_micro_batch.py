@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from policy_worker.errors import BadBatchError, SettingsError
+from policy_worker.model.attention import Block, Blocks
 from policy_worker.model.micro_batch import BatchLayout, MicroBatch, Segment, TrainSample, collate
 from schema.wire.sample import Sample
 from tests.policy_worker.material import make_sample, tiny_model
@@ -59,9 +60,11 @@ def test_a_prompt_is_there_once():
     assert batch.index.tolist() == [1, 5, 6, 1, 3, 4, 1], "the last token of the prompt predicts three"
     assert batch.sample.tolist() == [0, 0, 1, 2, 2, 2, 3]
     shared, alone = batch.blocks
-    assert (shared.start, shared.shared, shared.samples, alone.start, alone.shared) == (0, 2, 3, 6, 0)
-    assert shared.own.reshape(3, 3).tolist() == [[2, 3, 4], [5, 0, 0], [0, 0, 0]]
-    assert shared.back.tolist() == [0, 1, 2, 3]
+    assert (shared, alone) == (Block(0, 2, (3, 1, 0)), Block(6, 0, (1,)))
+    own, back = Blocks(batch.blocks).padded(shared, torch.device("cpu"))
+    assert own.reshape(3, 3).tolist() == [[2, 3, 4], [5, 0, 0], [0, 0, 0]]
+    assert back.tolist() == [0, 1, 2, 3]
+    assert batch.starts.tolist() == [[0, 2, 5, 6, 7], [0, 2, 7, 10, 11]], "prompt, its samples, the one alone"
     plain = collate(samples[:2], [0, 1], BatchLayout(False, 61, least_spared=0.05))
     assert plain.input_ids.shape == (2, 3), "nothing is shared, so nothing is gained by one row"
 

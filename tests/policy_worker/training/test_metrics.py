@@ -227,17 +227,16 @@ def test_what_no_optimizer_step_computes_is_not_called_computed(
     assert names & metrics.keys() == (names if computed else set())
     if computed:
         assert metrics["staleness_tokens/0"] == 1, "the masked ones are those of an older version"
-        assert metrics["shared_fraction"] == (0.5625 if group.device.type == "cpu" else 0.0)
+        assert metrics["shared_fraction"] == 0.5625
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_prompts_that_padded_rows_compute_again_are_not_called_shared(group: RankGroup, packed: bool):
+def test_prompts_that_are_computed_again_are_not_called_shared(group: RankGroup, packed: bool):
     """Two groups, a micro-batch each; of the longer one sharing would spare 6 of 244 inputs."""
     samples = [make_sample(i, [3] * 30, [5 + i] * 4, [-4.0] * 4, i % 2) for i in range(4)]
     samples += [make_sample(i, [4] * 2, [5 + i] * 60, [-4.0] * 60, i % 2) for i in range(4)]
     config = make_config({"mini_batch": 4}, {"sequence_packing": packed})
-    spared = 0 if group.device.type != "cpu" else 96 if packed else 90
-    assert of_step(group, config, samples)["shared_fraction"] == spared / (4 * 34 + 4 * 62)
+    assert of_step(group, config, samples)["shared_fraction"] == 90 / (4 * 34 + 4 * 62)
 
 
 def test_parts_add_up_within_an_optimizer_step_and_maxima_do_not(group: RankGroup):
