@@ -55,6 +55,11 @@ class Head(NamedTuple):
         """Over how many its rows are spread."""
         return 1 if self.vocabulary is None else dist.get_world_size(self.vocabulary.group)
 
+    def rows(self, chosen: slice) -> Head:
+        """These of its rows alone, as if its vocabulary had no others."""
+        bias = None if self.bias is None else self.bias[chosen]
+        return self._replace(weight=self.weight[chosen], bias=bias, vocabulary=None)
+
     def on_rows_of(self, other: Head) -> Head:
         """This head, over the rows of the other one.
 
@@ -90,5 +95,7 @@ def logits_into(hidden: Tensor, head: Head, temperature: float, out: Tensor) -> 
             out=out,
         )
     else:
-        out.copy_(torch.nn.functional.linear(hidden, weight, bias)).mul_(factor)
+        out.copy_(torch.nn.functional.linear(hidden, weight, bias))
+        if factor != 1.0:
+            out.mul_(factor)
     return out if softcap is None else out.tanh_().mul_(softcap / temperature)

@@ -7,12 +7,17 @@ where the model caps its logits at c, z = c tanh(s (h Wᵀ + b) / c) / T. To ano
     KL = E (z − z') − log Σ exp z + log Σ exp z'
 
 The logits [K, V] are the largest tensor of training (a vocabulary of 150,000 makes 10 tokens of them as large as
-a layer's activations for 500). They are computed for a chunk of tokens at a time, and again in backward but for the
-last chunk, from log Σ exp z, E z and E (z − z') of each token:
+a layer's activations for 500). They are computed for a chunk of tokens at a time, and again in backward, from
+log Σ exp z, E z and E (z − z') of each token:
 
     ∂ log π(y) / ∂z = 1[y] − p        ∂H / ∂z = −p (z − E z)        ∂KL / ∂z = p (z − z' − E (z − z'))
 
 and from there ∂z / ∂(h Wᵀ + b) = s / T, times 1 − (z T / c)² under a cap.
+
+Chunks of backward are of tokens or of ids. The gradient of h is whole after each chunk of tokens and that of W adds
+up over them; with chunks of ids it is the other way round. What is the smaller adds up, [K, D] or [V, D], but chunks
+are of tokens where only h has a gradient, and where z is made of whole rows of logits. Then the last chunk of forward
+is the first of backward, and is not computed again.
 
 Where tokens were drawn from another distribution than this one, z is what `policy_worker.model.drawn` makes of the
 logits. Ids that could not be drawn have probability 0 and z = `LEAST` instead of −∞, so that 0 · z = 0.
@@ -24,6 +29,7 @@ and in backward the sum of the gradients of h.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,11 +39,9 @@ from torch import Tensor
 
 from policy_worker.model.drawn import Drawn, places_of
 from policy_worker.model.head import Head, logits_into, new_like
+from policy_worker.model.softmax import Fused, LogitForm, Slopes, combined, statistics_of
 
-CHUNK_ELEMENTS = 2**25
-"""Logits in memory at once (128 MiB in float32): large enough for full-speed products, small next to a model."""
-BLOCK_ELEMENTS = 2**18
-"""Logits that a CPU turns into probabilities at once: with what is made of them they fit its second-level cache."""
+LEAST_CHUNK, MOST_CHUNK = 2**25, 2**28
 LEAST = -1e30
 
 
@@ -74,7 +78,7 @@ def token_logprobs(
     head: Head,
     labels: Tensor,
     temperature: float = 1.0,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
     drawn: Drawn | None = None,
     compared: Beside | None = None,
 ) -> TokenOutputs:
@@ -86,6 +90,7 @@ def token_logprobs(
             float64 input).
         labels: int64 [K].
         temperature: that the labels were sampled at, > 0.
+        chunk_elements: logits in memory at once; None: `chunk_of` the device.
         drawn: what else the labels were sampled with.
         compared: the model that the KL is to (with gradient, over the whole vocabulary); see `token_kl`.
     """
@@ -99,7 +104,7 @@ def token_kl(
     head: Head,
     compared: Beside,
     temperature: float = 1.0,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
     drawn: Drawn | None = None,
 ) -> Tensor:
     """KL of each token's distribution to the other model's, over the whole vocabulary, with gradient, [K].
@@ -111,7 +116,7 @@ def token_kl(
 
 
 def logprobs_at(
-    hidden: Tensor, head: Head, ids: Tensor, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
+    hidden: Tensor, head: Head, ids: Tensor, temperature: float = 1.0, chunk_elements: int | None = None
 ) -> Tensor:
     """Log-probs, with gradient, of several tokens at each position, [K, k].
 
@@ -121,36 +126,60 @@ def logprobs_at(
 
 @torch.no_grad()
 def top_tokens(
-    hidden: Tensor, head: Head, k: int, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
+    hidden: Tensor, head: Head, k: int, temperature: float = 1.0, chunk_elements: int | None = None
 ) -> TopTokens:
     """The k likeliest tokens of each position. Other arguments as of `token_logprobs`."""
-    how = _How(temperature, _chunks(len(hidden), chunk_elements, head))
+    how = _How(temperature, chunk_elements or chunk_of(hidden.device))
     statistics = new_like(hidden, 3, len(hidden))
     values = new_like(hidden, len(hidden), k).fill_(LEAST)
     ids = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
-    buffer = how.buffer(hidden, head)
-    for part in how.parts:
+    tiles = how.of_tokens(hidden, head)
+    buffer = _buffer(tiles, hidden)
+    for part, _ in tiles:
         z, _ = _scores(hidden[part], head, how, part, buffer)
-        statistics[:, part] = _statistics(z)
+        statistics[:, part] = statistics_of(z)
         here = min(k, z.shape[1])
         values[part, :here], ids[part, :here] = z.topk(here, dim=1)
     values, places = torch.cat(list(_gathered(values, head)), dim=1).topk(k, dim=1)
     ids = torch.cat(list(_gathered(ids + head.first, head)), dim=1).gather(1, places)
-    top, log_sum, _ = _combined(_gathered(statistics, head))
+    top, log_sum, _ = combined(_gathered(statistics, head))
     return TopTokens(values - top[:, None] - log_sum[:, None], ids)
 
 
+class _Tile(NamedTuple):
+    """Logits that are in memory at once: of these tokens, for these rows of the head."""
+
+    tokens: slice
+    ids: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.tokens.stop - self.tokens.start, self.ids.stop - self.ids.start
+
+
 class _How(NamedTuple):
-    """How z is made of hidden states and head, and of which tokens at once. other: the model that a KL is to."""
+    """How z is made of hidden states and head, and how many of them at once. other: the model that a KL is to."""
 
     temperature: float
-    parts: Sequence[slice]
+    elements: int
     drawn: Drawn | None = None
     other: Beside | None = None
 
-    def buffer(self, hidden: Tensor, head: Head) -> Tensor:
-        """Room for z of a chunk."""
-        return new_like(hidden, max((part.stop - part.start for part in self.parts), default=0), len(head.weight))
+    def logits(self, tiles: Sequence[_Tile], hidden: Tensor, ids: Tensor) -> _Logits | _FusedLogits:
+        """Room and functions for the logits of tiles, and ids [K, k] of them."""
+        if Fused.used and self.drawn is None and self.other is None and ids.shape[1] == 1:
+            return _FusedLogits(self, tiles)
+        return _Logits(self, tiles, hidden)
+
+    def of_tokens(self, hidden: Tensor, head: Head) -> list[_Tile]:
+        """Chunks of tokens, for all rows of the head: the same on all ranks that have a part of the vocabulary."""
+        most = max(1, self.elements // (len(head.weight) * head.ranks))
+        return [_Tile(part, slice(0, len(head.weight))) for part in _cut(len(hidden), most)]
+
+    def of_ids(self, hidden: Tensor, head: Head) -> list[_Tile]:
+        """Chunks of rows of the head, for all tokens."""
+        most = max(1, self.elements // (max(1, len(hidden)) * head.ranks))
+        return [_Tile(slice(0, len(hidden)), part) for part in _cut(len(head.weight), most)]
 
 
 def _outputs(
@@ -158,7 +187,7 @@ def _outputs(
     head: Head,
     ids: Tensor,
     temperature: float,
-    chunk_elements: int,
+    chunk_elements: int | None,
     drawn: Drawn | None = None,
     compared: Beside | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
@@ -167,10 +196,9 @@ def _outputs(
     if compared is not None:
         other = compared.head.on_rows_of(head)
         compared = Beside(compared.hidden.to(other.weight.dtype), other)
-    parts = _chunks(len(hidden), chunk_elements // matrices, head)
     if drawn is not None and head.vocabulary is not None:
         drawn = drawn.among(head.first, len(head.weight))
-    how = _How(temperature, parts, drawn, compared)
+    how = _How(temperature, (chunk_elements or chunk_of(hidden.device)) // matrices, drawn, compared)
     outputs: tuple[Tensor, Tensor, Tensor, Any] = _Outputs.apply(hidden, *head[:2], ids, head, how)
     return outputs
 
@@ -182,24 +210,22 @@ class _Outputs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, head: Head, how: _How
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        other = how.other
-        n = 3 if other is None else 6
+        n = 3 if how.other is None else 6
         numbers, (places, here) = new_like(hidden, n + ids.shape[1], len(hidden)), _places(ids, head)
-        buffer, slope, z_other = how.buffer(hidden, head), None, None
-        buffer_other = None if other is None else torch.empty_like(buffer)
-        for part in how.parts:
-            z, slope = _scores(hidden[part], head, how, part, buffer, slopes=part is how.parts[-1])
-            if other is not None:
-                z_other, _ = _scores(other.hidden[part], other.head, how, part, buffer_other)
-            numbers[:n, part] = _statistics(z, z_other)
-            numbers[n:, part] = torch.where(here[part], z.gather(1, places[part]), 0).T
+        tiles = how.of_tokens(hidden, head)
+        by_ids = _by_ids(tiles, hidden, head, how, ctx.needs_input_grad)
+        logits = how.logits(tiles, hidden, ids)
+        for tile in tiles:
+            part = tile.tokens
+            numbers[:n, part], at = logits.numbers(tile, hidden, head, places[part])
+            numbers[n:, part] = torch.where(here[part], at, 0).T
         numbers = _gathered(numbers, head)
-        largest, log_sum, mean, *of_other = _combined(numbers[:, :n])
+        largest, log_sum, mean, *of_other = combined(numbers[:, :n])
         at = numbers[:, n:].sum(0).T
         kl = of_other[2] - log_sum + of_other[1] if of_other else None
         ctx.save_for_backward(hidden, weight, bias, ids, largest, log_sum, mean, *of_other)
-        ctx.head, ctx.how = head._replace(weight=None, bias=None), how
-        ctx.last = buffer, slope  # within the budget anyway: saves backward one product of it
+        ctx.head, ctx.how, ctx.by_ids = head._replace(weight=None, bias=None), how, by_ids
+        ctx.logits = None if by_ids else logits  # within the budget anyway: saves backward one product of it
         correct = at >= largest[:, None]
         ctx.mark_non_differentiable(correct)
         ctx.set_materialize_grads(False)
@@ -212,102 +238,120 @@ class _Outputs(torch.autograd.Function):
         if of_logprobs is None and of_entropy is None and of_kl is None:
             return (None,) * 6
         hidden, weight, bias, ids, *statistics = ctx.saved_tensors
-        head, how, last = ctx.head._replace(weight=weight, bias=bias), ctx.how, ctx.last
-        ctx.last = None  # becomes a gradient: a second backward computes it again
-        buffer, slope = last or (how.buffer(hidden, head), None)
-        buffer_other = None if of_kl is None else torch.empty_like(buffer)
+        head, how, logits = ctx.head._replace(weight=weight, bias=bias), ctx.how, ctx.logits
+        ctx.logits = None  # becomes a gradient: a second backward computes it again
+        tiles = how.of_ids(hidden, head) if ctx.by_ids else how.of_tokens(hidden, head)[::-1]
+        logits = logits or how.logits(tiles, hidden, ids)
         factor = head.scale / how.temperature
-        slopes = _Slopes.of(of_logprobs, of_entropy, of_kl, statistics, factor)
-        sums = _HeadGradients(hidden, head, ctx.needs_input_grad)
-        places, here = _places(ids, head)
-        for part in reversed(how.parts):
-            z, z_other = buffer[: part.stop - part.start], None
-            if last is None:
-                _, slope = _scores(hidden[part], head, how, part, buffer, slopes=True)
-            if buffer_other is not None:
-                z_other, _ = _scores(how.other.hidden[part], how.other.head, how, part, buffer_other)
-            slopes.take(part, z, z_other)
-            if of_logprobs is not None:
-                rows = torch.arange(len(z), device=z.device)[:, None]
-                of_label = torch.where(here[part], of_logprobs[part] * factor, 0)
-                # Deterministic, unlike scatter_add_.
-                z.index_put_((rows, places[part]), of_label, accumulate=True)
-            sums.add(part, z if slope is None else z.mul_(slope))
-            last = None
-        return *sums.found(), None, None, None
+        slopes = Slopes.of(of_logprobs, of_entropy, of_kl, statistics, factor)
+        of_labels = new_like(hidden, *ids.shape).zero_() if of_logprobs is None else of_logprobs * factor
+        sums = _HeadGradients(hidden, head, ctx.needs_input_grad, by_ids=ctx.by_ids)
+        for tile in tiles:
+            part, first = tile.tokens, head.first + tile.ids.start
+            places, here = places_of(ids[part], first, tile.shape[1])
+            of_tile = torch.where(here, of_labels[part], 0)
+            sums.add(tile, logits.gradient(tile, hidden, head, slopes, places, of_tile))
+        return *sums.total(), None, None, None
 
 
-class _Slopes(NamedTuple):
-    """Gradients of z, but for what 1[y] adds: exp(z − m) (level + tilt (z − m) + lean (z − m − z' + m')).
+class _Logits:
+    """z of a tile, block by block, in a buffer in which it becomes its gradient: for every formula.
 
-    All [K], m and m' the largest z and z'."""
+    The tile that was there last is not computed again. Hidden states and head are given each time, since what is kept
+    for backward may not hold on to them."""
 
-    largest: Tensor
-    largest_other: Tensor | None
-    level: Tensor
-    tilt: Tensor | None
-    lean: Tensor | None
+    def __init__(self, how: _How, tiles: Sequence[_Tile], like: Tensor) -> None:
+        self._how, self._buffer = how, _buffer(tiles, like)
+        self._buffer_other: Tensor | None = None
+        self._last = tiles[-1] if tiles else None
+        self._there: _Tile | None = None
+        self._slope: Tensor | None = None
 
-    @staticmethod
-    def of(
-        of_logprobs: Tensor | None,
-        of_entropy: Tensor | None,
-        of_kl: Tensor | None,
-        statistics: Sequence[Tensor],
-        factor: float,
-    ) -> _Slopes:
-        """From gradients and `_combined` statistics; times a factor."""
-        largest, log_sum, mean, *of_other = statistics
-        share = log_sum.neg().exp_().mul_(factor)
-        level, tilt, lean = torch.zeros_like(share), None, None
-        if of_logprobs is not None:
-            level -= of_logprobs.sum(1)
-        if of_entropy is not None:
-            level += of_entropy * mean
-            tilt = -of_entropy * share
-        if of_kl is not None:
-            level -= of_kl * of_other[2]
-            lean = of_kl * share
-        return _Slopes(largest, of_other[0] if of_other else None, level.mul_(share), tilt, lean)
+    def numbers(self, tile: _Tile, hidden: Tensor, head: Head, places: Tensor) -> tuple[Tensor, Tensor]:
+        """`statistics_of` the tile, and z at places [chunk, k] of its rows, [chunk, k]."""
+        z = self._compute(tile, hidden, head, slopes=tile is self._last)
+        return statistics_of(z, self._compute_other(tile)), z.gather(1, places)
 
-    def take(self, part: slice, z: Tensor, z_other: Any) -> None:
-        """Turn z of a part into its gradient; z' is lost too. z_other: a tensor where there is a KL, else None."""
-        of_part: list[Any] = [None if column is None else column[part, None] for column in self]
-        largest, largest_other, level, tilt, lean = of_part
-        for rows, room in _blocks(z, int(tilt is not None)):
-            d = z[rows].sub_(largest[rows])
-            by = level[rows]
-            if tilt is not None:
-                by = torch.mul(d, tilt[rows], out=room[0]).add_(by)
-            if lean is not None:
-                difference = z_other[rows].sub_(largest_other[rows]).sub_(d).neg_()
-                by = difference.mul_(lean[rows]).add_(by)
-            d.exp_().mul_(by)
+    def gradient(
+        self, tile: _Tile, hidden: Tensor, head: Head, slopes: Slopes, places: Tensor, of_labels: Tensor
+    ) -> Tensor:
+        """Gradient of h Wᵀ + b, [chunk, V]; of_labels, [chunk, k]: what is added to that of z at places."""
+        is_there, self._there = self._there == tile, None
+        z = _room(self._buffer, tile.shape) if is_there else self._compute(tile, hidden, head, slopes=True)
+        slopes.take(tile.tokens, z, None if slopes.lean is None else self._compute_other(tile))
+        rows = torch.arange(len(z), device=z.device)[:, None]
+        z.index_put_((rows, places), of_labels, accumulate=True)  # deterministic, unlike scatter_add_
+        return z if self._slope is None else z.mul_(self._slope)
+
+    def _compute(self, tile: _Tile, hidden: Tensor, head: Head, *, slopes: bool) -> Tensor:
+        part, self._there = tile.tokens, tile if slopes else None
+        z, self._slope = _scores(hidden[part], head.rows(tile.ids), self._how, part, self._buffer, slopes=slopes)
+        return z
+
+    def _compute_other(self, tile: _Tile) -> Tensor | None:
+        """The other model's z, which is lost by what it is used for."""
+        how, part = self._how, tile.tokens
+        if how.other is None:
+            return None
+        if self._buffer_other is None:
+            self._buffer_other = torch.empty_like(self._buffer)
+        return _scores(how.other.hidden[part], how.other.head.rows(tile.ids), how, part, self._buffer_other)[0]
+
+
+class _FusedLogits:
+    """As `_Logits`, by functions that a compiler makes one pass each of, from the product itself."""
+
+    def __init__(self, how: _How, tiles: Sequence[_Tile]) -> None:
+        self._how, self._last = how, tiles[-1] if tiles else None
+        self._there: tuple[_Tile, Tensor] | None = None
+
+    def numbers(self, tile: _Tile, hidden: Tensor, head: Head, places: Tensor) -> tuple[Tensor, Tensor]:
+        product, form = self._product(tile, hidden, head), self._form(head)
+        self._there = (tile, product) if tile is self._last else None
+        return Fused.statistics(product, form), form.z(product.gather(1, places))
+
+    def gradient(
+        self, tile: _Tile, hidden: Tensor, head: Head, slopes: Slopes, places: Tensor, of_labels: Tensor
+    ) -> Tensor:
+        there, self._there = self._there, None
+        product = there[1] if there is not None and there[0] == tile else self._product(tile, hidden, head)
+        return Fused.gradient(product, self._form(head), slopes.of_part(tile.tokens), places[:, 0], of_labels[:, 0])
+
+    def _product(self, tile: _Tile, hidden: Tensor, head: Head) -> Tensor:
+        rows = head.rows(tile.ids)
+        return torch.nn.functional.linear(hidden[tile.tokens], rows.weight, rows.bias)
+
+    def _form(self, head: Head) -> LogitForm:
+        return LogitForm.of(head, self._how.temperature)
 
 
 class _HeadGradients:
-    """Gradients of hidden states, matrix and bias, where they are wanted, added up over chunks of tokens."""
+    """Gradients of hidden states, matrix and bias, where they are wanted, of all tiles.
 
-    def __init__(self, hidden: Tensor, head: Head, wanted: Sequence[bool]) -> None:
-        self._hidden, self._head = hidden, head
-        self._of_hidden, self._of_weight, self._of_bias = (
-            new_like(tensor, *tensor.shape).zero_() if tensor is not None and wanted[i] else None
-            for i, tensor in enumerate((hidden, head.weight, head.bias))
-        )
+    What one tile alone adds to is computed in its own type; what all add to adds up in float32 (or float64)."""
 
-    def add(self, part: slice, grad: Tensor) -> None:
-        """grad: of h Wᵀ + b, [chunk, V]."""
+    def __init__(self, hidden: Tensor, head: Head, wanted: Sequence[bool], *, by_ids: bool) -> None:
+        self._hidden, self._head, self._by_ids = hidden, head, by_ids
+
+        def zeros(of: Tensor, adds_up: bool) -> Tensor:
+            return new_like(of, *of.shape).zero_() if adds_up else torch.zeros_like(of)
+
+        of_hidden, of_weight, of_bias = wanted[:3]
+        self._of_hidden = zeros(hidden, by_ids or head.vocabulary is not None) if of_hidden else None
+        self._of_weight = zeros(head.weight, not by_ids) if of_weight else None
+        self._of_bias = None if head.bias is None or not of_bias else zeros(head.bias, not by_ids)
+
+    def add(self, tile: _Tile, grad: Tensor) -> None:
+        """grad: of h Wᵀ + b, of a tile."""
+        low, (tokens, ids) = grad.to(self._hidden.dtype), tile
         if self._of_bias is not None:
-            self._of_bias += grad.sum(0)
-        low = grad.to(self._hidden.dtype)
+            self._of_bias[ids] += grad.sum(0)
         if self._of_hidden is not None:
-            self._of_hidden[part] = low @ self._head.weight
-        if self._of_weight is not None and low is grad:
-            self._of_weight.addmm_(grad.T, self._hidden[part])
-        elif self._of_weight is not None:
-            self._of_weight += low.T @ self._hidden[part]
+            _add_product(self._of_hidden[tokens], low, self._head.weight[ids], alone=not self._by_ids)
+        if self._of_weight is not None:
+            _add_product(self._of_weight[ids], low.T, self._hidden[tokens], alone=self._by_ids)
 
-    def found(self) -> Iterator[Tensor | None]:
+    def total(self) -> Iterator[Tensor | None]:
         """Return gradients of hidden states, matrix and bias, in their types. A collective of a spread vocabulary."""
         if self._of_hidden is not None and self._head.vocabulary is not None:
             dist.all_reduce(self._of_hidden, group=self._head.vocabulary.group)
@@ -319,21 +363,50 @@ class _HeadGradients:
         return (None if total is None or of is None else total.to(of.dtype) for total, of in pairs)
 
 
-def _chunks(tokens: int, elements: int, head: Head) -> Sequence[slice]:
-    """Cut tokens into as few parts of equal size as have at most so many logits each, on all ranks together."""
-    most = max(1, elements // (len(head.weight) * head.ranks))
-    size = -(-tokens // max(1, -(-tokens // most)))
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, max(1, size))]
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, alone: bool) -> None:
+    """Add a b to a total, which is zero where it is `alone`. It keeps the product's own precision on a GPU."""
+    if alone and a.dtype == total.dtype:
+        torch.mm(a, b, out=total)
+    elif a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda and total.dtype == torch.float32:
+        total += torch.mm(a, b, out_dtype=torch.float32)
+    else:
+        total += a @ b
 
 
-def _blocks(z: Tensor, rooms: int) -> Iterator[tuple[slice, Sequence[Tensor]]]:
-    """Rows of [chunk, V], on a CPU so many as have `BLOCK_ELEMENTS` together, else all of them; and so many matrices
-    of their shape, the same ones each time, since new ones of this size would scatter over malloc's heap."""
-    size = max(1, BLOCK_ELEMENTS // z.shape[1]) if z.device.type == "cpu" else len(z)
-    room = z.new_empty(rooms, size, z.shape[1])
-    for start in range(0, len(z), size):
-        rows = slice(start, min(start + size, len(z)))
-        yield rows, room[:, : rows.stop - start].unbind()
+def chunk_of(device: torch.device) -> int:
+    """Logits in memory at once: on a CPU 2^25 (128 MiB in float32), enough for products at full speed and small next
+    to a model; on a GPU so many that they take a 128th of its memory, down to a power of two, from 2^25 to 2^28."""
+    if device.type != "cuda":
+        return LEAST_CHUNK
+    return chunk_within(torch.cuda.get_device_properties(device).total_memory)
+
+
+def chunk_within(memory: int) -> int:
+    """`chunk_of` a GPU with so many bytes: the same on all of its kind, however full they are."""
+    return min(MOST_CHUNK, max(LEAST_CHUNK, 2 ** int(math.log2(max(memory, 1) / 512))))
+
+
+def _by_ids(tiles: Sequence[_Tile], hidden: Tensor, head: Head, how: _How, wanted: Sequence[bool]) -> bool:
+    """Whether chunks of backward are of ids; see the module's docstring."""
+    return len(tiles) > 1 and wanted[1] and how.drawn is None and len(hidden) < len(head.weight)
+
+
+def _cut(n: int, most: int) -> list[slice]:
+    """Cut n into as few parts of equal size as have at most so many each."""
+    size = -(-n // max(1, -(-n // most)))
+    return [slice(start, min(start + size, n)) for start in range(0, n, max(1, size))]
+
+
+def _buffer(tiles: Sequence[_Tile], like: Tensor) -> Tensor:
+    """Room for z of each of the tiles, one after the other."""
+    return new_like(like, max((tokens * ids for tokens, ids in (tile.shape for tile in tiles)), default=0))
+
+
+def _room(buffer: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The beginning of a buffer as a matrix."""
+    return buffer[: shape[0] * shape[1]].view(shape)
 
 
 def _places(ids: Tensor, head: Head) -> tuple[Tensor, Tensor]:
@@ -341,24 +414,6 @@ def _places(ids: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     if head.vocabulary is None:
         return ids, torch.ones_like(ids, dtype=torch.bool)
     return places_of(ids, head.first, len(head.weight))
-
-
-def _statistics(z: Tensor, other: Tensor | None = None) -> Tensor:
-    """Take of z [chunk, V] max z, log Σ exp (z − max z), E (z − max z); with another model's z', which is lost, also
-    max z', log Σ exp (z' − max z'), E (z − max z − z' + max z'); [3 or 6, chunk]."""
-    statistics = z.new_empty(3 if other is None else 6, len(z))
-    for rows, (d, p, *difference) in _blocks(z, len(statistics) // 3 + 1):
-        largest = statistics[0, rows] = z[rows].amax(1)
-        torch.exp(torch.sub(z[rows], largest[:, None], out=d), out=p)
-        total = p.sum(1)
-        statistics[1, rows] = total.log()
-        if other is not None:
-            largest = statistics[3, rows] = other[rows].amax(1)
-            d_other = other[rows].sub_(largest[:, None])
-            statistics[5, rows] = torch.sub(d, d_other, out=difference[0]).mul_(p).sum(1) / total
-            statistics[4, rows] = d_other.exp_().sum(1).log()
-        statistics[2, rows] = d.mul_(p).sum(1) / total
-    return statistics
 
 
 def _gathered(values: Tensor, head: Head) -> Tensor:
@@ -370,24 +425,6 @@ def _gathered(values: Tensor, head: Head) -> Tensor:
     return torch.stack(parts)
 
 
-def _combined(parts: Tensor) -> list[Tensor]:
-    """Combine `_statistics` of parts of a vocabulary, [ranks, 3 or 6, K], into those of the whole."""
-    largest, shift, log_sum = _combined_sum(parts[:, 0], parts[:, 1])
-    weights = (parts[:, 1] + shift - log_sum).exp()
-    statistics = [largest, log_sum, (weights * (parts[:, 2] + shift)).sum(0)]
-    if parts.shape[1] > 3:
-        other, shift_other, log_sum_other = _combined_sum(parts[:, 3], parts[:, 4])
-        statistics += [other, log_sum_other, (weights * (parts[:, 5] + shift - shift_other)).sum(0)]
-    return statistics
-
-
-def _combined_sum(largest: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest of all, by how much those of parts are less, and log Σ exp (z − the largest), of [ranks, K]."""
-    of_all = largest.amax(0)
-    shift = largest - of_all
-    return of_all, shift, (log_sum + shift).logsumexp(0)
-
-
 def _scores(
     hidden: Tensor, head: Head, how: _How, part: slice, buffer: Tensor, *, slopes: bool = False
 ) -> tuple[Tensor, Tensor | None]:
@@ -395,7 +432,7 @@ def _scores(
 
     With `slopes` also the derivative of z by s (h Wᵀ + b) / T, [chunk, V], where it is not 1 everywhere."""
     temperature = how.temperature if how.drawn is None else 1.0
-    z, slope = logits_into(hidden, head, temperature, buffer[: len(hidden)]), None
+    z, slope = logits_into(hidden, head, temperature, _room(buffer, (len(hidden), len(head.weight)))), None
     if slopes and head.softcap is not None:  # 1 − tanh²
         slope = 1 - (z * (temperature / head.softcap)).square_()
     if how.drawn is not None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from policy_worker.errors import SettingsError
-from policy_worker.model import attention
+from policy_worker.model import attention, softmax
 from policy_worker.model.model import Backbone
 from policy_worker.model.trainable import routers_of
 from schema.config.sections.train import FP8Config
@@ -32,11 +33,12 @@ LIGER_TOLERANCE = 0.1
 
 
 def compile_layers(model: Backbone) -> None:
-    """Compile each decoder layer, for rows of any length.
+    """Compile each decoder layer, for rows of any length, and what is computed of logits.
 
     One layer at a time, since hooks of FSDP2 are between them, and since layers that are alike then share one
     compiled code; those that tensor parallelism has cut have code of their own."""
     attention.hide_from_compiler()
+    softmax.fuse(partial(torch.compile, dynamic=True, backend=BACKEND))
     layers, config = model.decoder_layers(), torch._dynamo.config
     # Layers of one class share them, whatever model they are of.
     config.recompile_limit += VARIANTS * len(layers)

@@ -4,9 +4,24 @@ import pytest
 import torch
 
 from policy_worker.model.head import Head, VocabularyShard
-from policy_worker.model.logprobs import CHUNK_ELEMENTS, Beside, token_kl, token_logprobs
+from policy_worker.model.logprobs import (
+    LEAST_CHUNK,
+    MOST_CHUNK,
+    Beside,
+    chunk_of,
+    chunk_within,
+    token_kl,
+    token_logprobs,
+)
+from policy_worker.model.softmax import Fused
 from tests.policy_worker.ranks import start_ranks, wait_ranks
 from tests.support.devices import DEVICE, WITHOUT_GPU
+
+
+@pytest.fixture(params=[False, True], ids=["in blocks", "fused"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of computing, the second by the functions that a compiler is given."""
+    monkeypatch.setattr(Fused, "used", request.param)
 
 
 def plain(hidden, weight, labels, temperature):
@@ -31,9 +46,10 @@ def gradients(outputs, inputs, with_entropy: bool, with_logprobs: bool = True):
     return torch.autograd.grad(loss, inputs)
 
 
-@pytest.mark.parametrize("chunk_elements", [CHUNK_ELEMENTS, 101 * 5, 1])
+@pytest.mark.parametrize("chunk_elements", [LEAST_CHUNK, 101 * 5, 1])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("parts", [(True, False), (True, True), (False, True)])
+@pytest.mark.usefixtures("way")
 def test_equal_to_plain_log_softmax(chunk_elements: int, temperature: float, parts: tuple[bool, bool]):
     hidden, weight, labels = material()
     inputs = (hidden.requires_grad_(), weight.requires_grad_())
@@ -48,6 +64,7 @@ def test_equal_to_plain_log_softmax(chunk_elements: int, temperature: float, par
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.usefixtures("way")
 def test_only_the_log_probs_used():
     hidden, weight, labels = material()
     hidden.requires_grad_()
@@ -72,6 +89,7 @@ def test_correctness_is_whether_the_label_is_likeliest():
     assert token_logprobs(hidden, Head(weight), labels).correct.tolist() == (labels == best).tolist()
 
 
+@pytest.mark.usefixtures("way")
 def test_low_precision_is_computed_in_float32():
     hidden, weight, labels = material(dtype=torch.bfloat16)
     hidden.requires_grad_()
@@ -84,6 +102,7 @@ def test_low_precision_is_computed_in_float32():
     assert hidden.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.usefixtures("way")
 def test_no_tokens_still_reach_every_input():
     hidden, weight, labels = material(k=0)
     inputs = (hidden.requires_grad_(), weight.requires_grad_())
@@ -92,7 +111,7 @@ def test_no_tokens_still_reach_every_input():
     assert not grads[1].any()
 
 
-@pytest.mark.parametrize("chunk_elements", [CHUNK_ELEMENTS, 101 * 10, 1])
+@pytest.mark.parametrize("chunk_elements", [LEAST_CHUNK, 101 * 10, 1])
 def test_kl_over_the_vocabulary_equals_the_plain_one(chunk_elements: int):
     hidden, weight, _ = material()
     states, matrix = ((hidden.flip(0) * 0.5)[:, :7].contiguous(), weight[:, :7].contiguous())  # of another width
@@ -129,8 +148,9 @@ def head_of(bias: bool, scale: float, softcap: float | None):
     return leaves, Head(weight, shift, scale, softcap), labels
 
 
-@pytest.mark.parametrize("chunk_elements", [CHUNK_ELEMENTS, 11 * 3])
+@pytest.mark.parametrize("chunk_elements", [LEAST_CHUNK, 11 * 3])
 @pytest.mark.parametrize(("bias", "scale", "softcap"), FORMS)
+@pytest.mark.usefixtures("way")
 def test_shifted_scaled_and_capped_logits(bias, scale, softcap, chunk_elements: int):
     leaves, head, labels = head_of(bias, scale, softcap)
     log_p = naive_log_p(leaves[0], head, 0.7)
@@ -154,6 +174,7 @@ def test_shifted_scaled_and_capped_logits(bias, scale, softcap, chunk_elements: 
 
 
 @pytest.mark.parametrize(("bias", "scale", "softcap"), FORMS)
+@pytest.mark.usefixtures("way")
 def test_gradients_are_those_of_finite_differences(bias, scale, softcap):
     leaves, head, labels = head_of(bias, scale, softcap)
     other = Beside(leaves[0].detach().flip(0), Head(head.weight.detach() * 0.5, softcap=2.0))
@@ -192,6 +213,50 @@ def test_logits_are_never_whole_in_memory(with_kl: bool):
         loss.backward()
     assert largest == v * 64
     assert hidden.grad is not None
+
+
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts products of matrices, passes over the logits [k, v], and operations that change a whole [v, d]."""
+
+    def __init__(self, k: int, v: int, d: int) -> None:
+        super().__init__()
+        self.products = self.additions = 0
+        self.passes = 0.0
+        self._whole, self._matrix = k * v, (v, d)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
+        if name in ("mm", "addmm", "addmm_"):
+            self.products += 1
+        elif isinstance(out, torch.Tensor) and not func.is_view and name not in ("empty", "new_empty", "zero_"):
+            sizes = [a.numel() for a in args if isinstance(a, torch.Tensor)]
+            if name != "index_put_":
+                self.passes += max([*sizes, out.numel()]) / self._whole
+        if name in ("add_", "addmm_", "copy_") and tuple(args[0].shape) == self._matrix:
+            self.additions += 1
+        return out
+
+
+@pytest.mark.parametrize(("trained", "products", "additions"), [("both", 8 + 3 * 8, 0), ("hidden", 8 + 7 + 8, 0)])
+def test_products_and_additions_by_chunks(trained: str, products: int, additions: int):
+    """Of ids where the matrix learns: each of its rows gets its gradient once. Of tokens where it does not: the last
+    chunk of forward is the first of backward."""
+    k, d, v = 64, 8, 128
+    hidden, weight, labels = material(k, d, v)
+    hidden.requires_grad_()
+    weight.requires_grad_(trained == "both")
+    with Products(k, v, d) as counted:
+        loss = token_logprobs(hidden, Head(weight), labels, chunk_elements=k * v // 8).logprobs.sum()
+        loss.backward()
+    assert (counted.products, counted.additions) == (products, additions)
+    assert counted.passes < 14
+
+
+@pytest.mark.parametrize(("gib", "exponent"), [(8, 25), (16, 25), (24, 25), (40, 26), (80, 27), (141, 28), (288, 28)])
+def test_chunks_follow_the_memory_of_a_gpu(gib: int, exponent: int):
+    assert chunk_within(gib * 2**30) == 2**exponent
+    assert LEAST_CHUNK == chunk_of(torch.device("cpu")) <= 2**exponent <= MOST_CHUNK
 
 
 @pytest.mark.slow
