@@ -107,14 +107,10 @@ def trainer(
     gathered, fsdp_ranks = _gathered_on(mesh, model), data_ranks * mesh.cp_size
     parts = _trained(config.train, model, gathered, shards, fsdp_ranks, config.policy.lora)
     keys = config.train
-    accumulates = _micro_batches(config, data_ranks) > 1 or not keys.overlap_grad_reduce
-    if _is_cast(keys, fsdp_ranks) and accumulates:
+    if _is_cast(keys, fsdp_ranks):
         whole = _learning(gathered, config.policy.lora) * BYTES[keys.fsdp_reduce_dtype]
-        on_host = keys.fsdp_offload or keys.fsdp_gradient_offload
-        extra = whole - (0 if on_host else learns * BYTES[keys.master_dtype] // shards)
-        if extra > 0:
-            words = f"{whole:,} B" + ("" if on_host else " in the place of gradients")
-            parts.append(MemoryPart("gradients before reduction", extra, words))
+        of_shard = learns * BYTES[keys.master_dtype] // shards
+        parts += _unreduced(keys, whole, of_shard, several=_micro_batches(config, data_ranks) > 1)
     where = HOST if keys.fsdp_offload else ""
     if keys.ema_decay is not None:
         words = f"{learns:,} x 4 B" + (f" / {shards}" if shards > 1 else "")
@@ -153,6 +149,22 @@ def trainer(
         )
     kept = _activations(config, model, param, data_ranks)
     return (*parts, *_back_for_a_step(keys, learns, model, shards, kept), *kept)
+
+
+def _unreduced(keys: PrecisionKeys, whole: int, of_shard: int, *, several: bool) -> Iterator[MemoryPart]:
+    """Count gradients of all parameters that a rank gathers, or say what they would take.
+
+    whole: their bytes; of_shard: those of the shard, which come later where all micro-batches are reduced at once.
+    several: whether there are more micro-batches than one."""
+    name, in_shards = "gradients before reduction", keys.fsdp_accumulation == "sharded" and several
+    if keys.overlap_grad_reduce and (in_shards or not several):
+        if in_shards and whole > of_shard:
+            more = size_text(whole - of_shard)
+            yield MemoryPart(name, 0, f'train.fsdp_accumulation = "whole" would take {more} more')
+        return
+    in_place = not in_shards and not keys.fsdp_offload and not keys.fsdp_gradient_offload
+    if (extra := whole - in_place * of_shard) > 0:
+        yield MemoryPart(name, extra, f"{whole:,} B" + " in the place of gradients" * in_place)
 
 
 def _back_for_a_step(

@@ -56,6 +56,8 @@ class Backbone(nn.Module):
         """The replay of what the engine's routers chose; None: those of the model choose."""
         self.reduces_late = False
         """Whether gradients are reduced after backward, and not within it (see `fsdp`)."""
+        self.reduces_each = False
+        """Whether they are reduced for each micro-batch, and not once for the last one."""
 
     def read_weights(self, device: torch.device) -> Self:
         """Read this rank's part of the weights to a device; a model that has them stays where it is."""

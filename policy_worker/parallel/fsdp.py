@@ -138,6 +138,7 @@ def apply_fsdp(
     if model.stages is not None:
         model.stages.dtype = DTYPES[keys.param_dtype]
     model.reduces_late = not keys.overlap_grad_reduce
+    model.reduces_each = keys.fsdp_accumulation == "sharded"
     model.read_weights(torch.device("cpu" if offload else mesh.device_type))
     for buffer in model.buffers():  # which FSDP2 leaves to the model
         buffer.data = buffer.data.to(mesh.device_type)
@@ -156,19 +157,28 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def set_last_micro_batch(model: Backbone, last: bool) -> None:
-    """Gradients are reduced once per optimizer step: in the backward of its last micro-batch, or by
-    `reduce_gradients` after it."""
+    """Say of which micro-batch of an optimizer step the next backward is.
+
+    Gradients are reduced in the backward of each, or of the last one; or after that, by `reduce_gradients`. Copies
+    of shards are added up once, after the last one."""
     if isinstance(model, FSDPModule):
         sharded = cast(FSDPModule, model)
-        sharded.set_requires_gradient_sync(last and not model.reduces_late)
-        sharded.set_is_last_backward(last)
+        reduces = last or model.reduces_each
+        sharded.set_requires_gradient_sync(reduces and not model.reduces_late)
+        sharded.set_requires_all_reduce(last and not model.reduces_late)
+        # Stages of a pipeline have other micro-batches on their way, whose order of layers is kept till the last one.
+        sharded.set_is_last_backward(last or (model.reduces_each and model.stages is None))
 
 
-def reduce_gradients(model: Backbone) -> None:
-    """Reduce gradients of all micro-batches, where their backwards have left that. A collective.
+def reduce_gradients(model: Backbone, last: bool = True) -> None:
+    """Reduce the gradients of the micro-batches so far, where their backwards have left that. A collective.
+
+    last: whether those of the optimizer step are complete; before, only where each micro-batch's are reduced.
 
     FSDP2 has no call for it but what its backward ends with, which torch's own pipelines call as well
     (`torch.distributed.pipelining.stage`): it reduces each unit that has not been."""
-    if isinstance(model, FSDPModule) and model.reduces_late:
-        cast(FSDPModule, model).set_requires_gradient_sync(True)
+    if isinstance(model, FSDPModule) and model.reduces_late and (last or model.reduces_each):
+        sharded = cast(FSDPModule, model)
+        sharded.set_requires_gradient_sync(True)
+        sharded.set_requires_all_reduce(last)
         fully_shard.state(model)._root_post_backward_final_callback()

@@ -28,7 +28,7 @@ from policy_worker.memory.offload import local_of
 from policy_worker.model.micro_batch import MicroBatch
 from policy_worker.model.model import Backbone
 from policy_worker.model.stages import Stages
-from policy_worker.parallel.fsdp import set_last_micro_batch
+from policy_worker.parallel.fsdp import reduce_gradients, set_last_micro_batch
 from policy_worker.parallel.mesh import PP
 from policy_worker.parallel.pipeline_schedule import Action, Pipe, Tick
 from policy_worker.parallel.pipeline_stages import cut
@@ -76,10 +76,13 @@ class Pipeline:
         left = sum(action is not None and action.backward for action in (tick[self.rank] for tick in schedule))
         for number, tick in enumerate(schedule):
             action = tick[self.rank]
-            if action is not None and action.backward:
+            goes_back = action is not None and action.backward
+            if goes_back:
                 left -= 1
                 set_last_micro_batch(model, left == 0)
             run.go(tick, number)
+            if goes_back and left:
+                reduce_gradients(model, last=False)
         run.end()
 
     @torch.no_grad()

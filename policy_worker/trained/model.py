@@ -106,11 +106,14 @@ class TrainedModel(ABC):
     ) -> Iterator[MicroBatch]:
         """Tensors of this rank's micro-batches of one optimizer step (at least one, the same number on each rank).
 
-        batches: the rows of each, out of `samples`. columns: what `score` found for them. Gradients are reduced in
-        the backward of the last one."""
+        batches: the rows of each, out of `samples`. columns: what `score` found for them. The backward of one comes
+        before the next one is asked for."""
         for number, rows in enumerate(batches, 1):
-            set_last_micro_batch(self.model, number == len(batches))
+            last = number == len(batches)
+            set_last_micro_batch(self.model, last)
             yield collate([samples[row] for row in rows], rows, self.mesh.layout, columns)
+            if not last:
+                reduce_gradients(self.model, last)
 
     def learn(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,21 @@ def after_backward(config: Config, place: Place) -> list[tuple[int, list[int]]]:
     return found
 
 
+def reduced_by_then(config: Config, place: Place) -> list[int]:
+    """How many parameters of policy and critic have a gradient as each micro-batch begins."""
+    algorithm, counts = grpo_of(config, place)[0], list[int]()
+    for trained in trained_models(algorithm._trainer):
+
+        def micro_batches(*given: Any, one: TrainedModel = trained) -> Iterator[Any]:
+            for batch in type(one).micro_batches(one, *given):
+                counts.append(sum(p.grad is not None for p in one.model.parameters()))
+                yield batch
+
+        trained.micro_batches = micro_batches
+    train_step(algorithm, 0)
+    return counts
+
+
 def kept_activations(config: Config, place: Place) -> list[tuple[str, bool, bool]]:
     """The modules of policy and critic that are recomputed, or have activations in host memory."""
     model = load_model(config)
@@ -74,7 +90,10 @@ for section, job in SECTIONS:
     wrapped = under(section, fsdp_wrap_layers=([], ["Qwen3MLP"]), fsdp_wrap_min_params=(0, 3000))
     watch(units, cast, under(section, fsdp_offload=(False, True)) | wrapped)
     offloads = under(section, fsdp_gradient_offload=(False, True), optimizer_offload=(False, True))
-    watch(after_backward, cast, offloads | under(section, overlap_grad_reduce=(True, False)))
+    watch(after_backward, cast, offloads)
+    once = changed(cast, under(section, fsdp_accumulation="whole"))
+    watch(after_backward, once, under(section, overlap_grad_reduce=(True, False)))
+    watch(reduced_by_then, cast, under(section, fsdp_accumulation=("sharded", "whole")))
     owner = "policy" if section == "train" else section
     again = under(owner, model_gradient_checkpointing=True) | under("policy", model_name_or_path=EXPERTS)
     recomputed = under(section, recompute_granularity=("full", "selective"), recompute_moe_layers=(False, True))

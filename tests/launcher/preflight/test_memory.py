@@ -78,22 +78,23 @@ MEMORY: list[tuple[Any, LocalModel, int, int, dict[str, int | None]]] = [
     # shards; one micro-batch of 4 samples on each of 2 ranks
     (job(**HALF), MODEL, 2, 2, {WEIGHTS: 2000, GRADIENTS: 2000, MOMENTS: 4000, GATHERED: 2 * (200 + 2 * 400)}),
     (job(**HALF), MODEL, 2, 2, {WHOLE: None, ACTIVATIONS: 40 * 2 * (2 * 8 + PER_LAYER)}),
-    # with several micro-batches gradients are kept whole, unless shards are as large
-    (job(**HALF), MODEL, 2, 1, {GRADIENTS: 2000, WHOLE: 2000}),
-    (job(**HALF, fsdp_reduce_dtype="bfloat16"), MODEL, 2, 1, {WHOLE: None}),
+    # several micro-batches add up in shards, or are kept whole, unless shards are as large
+    (job(**HALF), MODEL, 2, 1, {GRADIENTS: 2000, WHOLE: 0}),
+    (job(**HALF, fsdp_accumulation="whole"), MODEL, 2, 1, {GRADIENTS: 2000, WHOLE: 2000}),
+    (job(**HALF, fsdp_accumulation="whole", fsdp_reduce_dtype="bfloat16"), MODEL, 2, 1, {WHOLE: None}),
     (job(), MODEL, 1, 1, {WHOLE: None}),
     # ranks that share layers: nothing is cut over data, or both ways
     (on_mesh(tp_size=2), MODEL, 2, 1, {WEIGHTS: 2000, GRADIENTS: 2000, GATHERED: None, WHOLE: None}),
     (on_mesh(tp_size=2), MODEL, 2, 1, {ACTIVATIONS: 20 * 4 * (2 * 8 + 48 + (48 + 48) // 2)}),
     (on_mesh(tp_size=2), MODEL, 2, 1, {OUTPUT: (4 * 20 * 20 + 4 * 20 * 8) // 2}),
-    (on_mesh(tp_size=2, dp_shard_size=2), MODEL, 4, 2, {WEIGHTS: 1000, GATHERED: 2 * (200 + 2 * 400), WHOLE: 1000}),
+    (on_mesh(tp_size=2, dp_shard_size=2), MODEL, 4, 2, {WEIGHTS: 1000, GATHERED: 2 * (200 + 2 * 400), WHOLE: 0}),
     # ranks that share sequences
     (on_mesh(cp_size=2), MODEL, 2, 1, {ACTIVATIONS: 10 * 4 * (2 * 8 + PER_LAYER), OUTPUT: 4 * 10 * 20 + 4 * 20 * 8}),
-    (on_mesh(cp_size=2), MODEL, 2, 1, {GATHERED: 4 * (200 + 2 * 400), WHOLE: 4000 - 2000}),
+    (on_mesh(cp_size=2), MODEL, 2, 1, {GATHERED: 4 * (200 + 2 * 400), WHOLE: 0}),
     # ranks that share experts, three quarters of a layer; where layers are cut, experts are anyway
     (
         on_mesh(dp_shard_size=2, ep_size=2), OF_EXPERTS, 2, 2,
-        {WEIGHTS: 2000, GATHERED: 4 * (200 + 2 * (400 - 300 + 300 // 2)), WHOLE: 4 * (400 + 600 // 2) - 2000},
+        {WEIGHTS: 2000, GATHERED: 4 * (200 + 2 * (400 - 300 + 300 // 2)), WHOLE: 0},
     ),
     (on_mesh(tp_size=2, ep_size=2), OF_EXPERTS, 2, 1, {WEIGHTS: 2000}),
     # copies of the shards gather too
@@ -107,6 +108,8 @@ MEMORY: list[tuple[Any, LocalModel, int, int, dict[str, int | None]]] = [
     ),
     # gradients that are reduced late are whole, and with those on the host both are there
     (job(**HALF, overlap_grad_reduce=False), MODEL, 2, 2, {WHOLE: 4000 - 2000}),
+    (job(**HALF, overlap_grad_reduce=False), MODEL, 2, 1, {WHOLE: 4000}),
+    (job(**HALF, overlap_grad_reduce=False, fsdp_accumulation="whole"), MODEL, 2, 1, {WHOLE: 4000 - 2000}),
     (job(**HALF, overlap_grad_reduce=False, fsdp_offload=True), MODEL, 2, 2, {WHOLE: 4000}),
     (job(**HALF, overlap_grad_reduce=False, fsdp_gradient_offload=True), MODEL, 2, 2, {WHOLE: 4000}),
     # activations without recomputation, and with a part of it

@@ -61,7 +61,21 @@ BOTH = SELECTIVE | {"recompute_moe_layers": True}
 def test_two_ranks_that_share_layers_and_positions(tmp_path: Path):
     ways = [SELECTIVE, BOTH, {"activation_offload": True}, BOTH | {"activation_offload": True}]
     ways += [{key: True} for key in (*OFFLOADS[:3], "parks")]
-    assert_alike(tmp_path / "2", 2, {"tp": 2, "sequence": True}, model("glm4_moe", tie=False), *ways)
+    case = model("glm4_moe", tie=False) | {"train": {"fsdp_accumulation": "whole"}}
+    assert_alike(tmp_path / "2", 2, {"tp": 2, "sequence": True}, case, *ways)
+
+
+@pytest.mark.slow
+def test_gradients_that_add_up_in_shards_are_those_that_add_up_whole(tmp_path: Path):
+    """Of copies of shards, reduced within backward and after it; up to the order of sums."""
+    case = {"samples": SAMPLES, "grpo": GRPO, "mesh": {"dp_replicate": 2}} | model("qwen3")
+    ways = [{"overlap_grad_reduce": overlap} for overlap in (True, False)]
+    each = [
+        {"param_dtype": "bfloat16", "fsdp_accumulation": how} | way for how in ("sharded", "whole") for way in ways
+    ]
+    results = run_each(tmp_path / "2", 2, [case | {"train": train} for train in each])
+    for one, other, bound in ((0, 1, 0.0), (2, 3, 0.0), (0, 2, 1e-5)):
+        assert_equal(results[one][0], results[other][0], bound)
 
 
 @pytest.mark.soak
