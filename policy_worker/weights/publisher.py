@@ -5,14 +5,16 @@
     background         compare, compress, hash, write, commit, announce ─▶ (anchor)
 
 Each rank gathers, copies and writes the tensors that it owns (`weight_sync.publishing.gather`). Training waits for
-the snapshot alone; a version that falls due while the one before is still on its way is skipped and *owed*, and
-published as soon as possible: between steps, and while no batch is ready, so no replica waits in vain even if every
-step needs new weights.
+the snapshot alone: from a GPU what changed, where the GPU has a copy to compare with, else all of it. A version that
+falls due while the one before is still on its way is skipped and *owed*, and published as soon as possible: between
+steps, and while no batch is ready, so no replica waits in vain even if every step needs new weights.
 
 Memory of a rank next to the model, with T the bytes of all tensors in `train.transfer_dtype`: T / ranks in host
 memory for the snapshot, as much again for what was announced last (none of it with `weight_sync.encoding = "full"`);
-on the training device the largest unit and one more tensor while gathering; in the background what one tensor takes
-encoded, half of it at most, a few encoded blocks of those that follow, and what the store buffers.
+on the training device the largest unit and one more tensor while gathering; with deltas, on a GPU, T / ranks once
+more but at most a 16th of its memory, so that only changes cross (`weight_sync.publishing.device_copy`), and nothing
+where engines share it; in the background what one tensor takes encoded, half of it at most, a few encoded blocks of
+those that follow, and what the store buffers.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from policy_worker.weights.release import PublishingLeader, PublishTarget, Relea
 from weight_sync import WeightError
 from weight_sync.errors import StoreError
 from weight_sync.publishing.chain import Chain
+from weight_sync.publishing.device_copy import DeviceCopy, no_room
 from weight_sync.publishing.pinned_copy import PinnedCopy
 from weight_sync.stores import Store, open_store
 
@@ -56,7 +59,9 @@ class Publisher:
         self._trainer, self._shutdown, self._session = trainer, shutdown, session
         settings = config.weight_sync
         self._dtype, self._lora = DTYPES[config.train.effective_transfer_dtype], settings.lora
-        self._shadow = PinnedCopy(keeps=settings.encoding == "delta")
+        # Next to engines, memory of a device is worth more than the time that a copy there saves.
+        on_device = DeviceCopy() if config.placement.share == "none" else DeviceCopy(no_room)
+        self._shadow = PinnedCopy(keeps=settings.encoding == "delta", on_device=on_device)
         self._background = Background("publish")
         self._stop = threading.Event()
         try:

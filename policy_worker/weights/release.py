@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -135,9 +135,10 @@ class Release:
             self._tidied = True
         if self._group.lead(lambda: leader is not None and leader.chain.waits_for_anchor):
             self._anchoring.wait(self._target.timeout)
+        copied = sum(self._group.gather(self._shadow.copied_bytes))
         stored = self._with_patience(version)
         began = time.monotonic()
-        due = self._group.lead(lambda: self._announce(version, stored, gathering))
+        due = self._group.lead(lambda: self._announce(version, stored, gathering, copied))
         self._shadow.announce()
         if leader is not None:
             leader.metrics["publish_announce_seconds"] = time.monotonic() - began
@@ -196,7 +197,7 @@ class Release:
             self._group,
             self._target.store,
             target,
-            lambda stage: write_full(stage, self._shadow.taken.items(), self._prefix),
+            lambda stage: self._write(lambda: write_full(stage, self._shadow.taken.items(), self._prefix)),
             lambda parts: assemble(parts, version=version, timeline=self._target.timeline),
         )
 
@@ -213,8 +214,8 @@ class Release:
 
     def _store_delta(self, version: int, target: str, most: int) -> Stored | None:
         def write(stage: Stage) -> WrittenPart:
-            pairs = self._shadow.pairs()
-            return write_delta(stage, pairs, self._prefix, most_bytes=most, pool=self._pool)
+            pairs, positions = self._shadow.pairs(), self._shadow.positions
+            return write_delta(stage, pairs, self._prefix, positions=positions, most_bytes=most, pool=self._pool)
 
         def make(parts: Sequence[WrittenPart]) -> WeightManifest:
             assert self._leader is not None
@@ -226,11 +227,22 @@ class Release:
                 parts, version=version, timeline=self._target.timeline, base=self._leader.table, chain=links
             )
 
-        return store_version(self._group, self._target.store, target, write, make)
+        return store_version(
+            self._group, self._target.store, target, lambda stage: self._write(lambda: write(stage)), make
+        )
+
+    def _write(self, write: Callable[[], WrittenPart]) -> WrittenPart:
+        """Write this rank's part of the snapshot, which is made whole before, as a part of encoding."""
+        began = time.monotonic()
+        self._shadow.complete(self._pool)
+        seconds = time.monotonic() - began
+        part = write()
+        part.seconds["encode"] += seconds
+        return part
 
     # ---- rank 0 -----------------------------------------------------------------------------------------------
 
-    def _announce(self, version: int, stored: Stored | None, gathering: float) -> int:
+    def _announce(self, version: int, stored: Stored | None, gathering: float, copied: int) -> int:
         """Announce it to the controller; the publication that should get an anchor now, 0 if none."""
         leader = self._leader
         assert leader is not None
@@ -273,6 +285,7 @@ class Release:
         leader.metrics = {
             **{f"publish_{stage}_seconds": value for stage, value in seconds.items()},
             "publish_bytes": float(published.n_bytes),
+            "publish_copied_bytes": float(copied),
             "publish_ratio": published.n_bytes / max(1, full_bytes),
         }
         if delta:

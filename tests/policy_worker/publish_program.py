@@ -2,6 +2,7 @@
 
 The controller, its store and the process group are real; only the training is the script's. SCRIPT is JSON, a list of
 
+    compare      find what has changed as on a GPU with a copy of what was announced
     touch n      change every n-th element of what this rank has of each parameter
     publish      take a snapshot, which must begin a publication; rank 0 writes what it must contain to OUT
     owe          the same, but the publication before is still on its way
@@ -47,6 +48,7 @@ from tests.policy_worker.material import tiny_model
 from tests.support.controller import TOKENS
 from tests.support.waiting import until
 from weight_sync import hub_tensors
+from weight_sync.publishing.device_copy import DeviceCopy
 
 
 class Program:
@@ -74,6 +76,9 @@ class Program:
         getattr(self, "_".join(word for word in words if not word.isdigit()))(
             *[int(word) for word in words if word.isdigit()]
         )
+
+    def compare(self) -> None:
+        self.publisher._shadow._on_device = DeviceCopy(lambda _: 2**30, smallest=0)
 
     def touch(self, n: int) -> None:
         with torch.no_grad():

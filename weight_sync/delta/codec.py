@@ -100,12 +100,14 @@ class Pair:
 
     Attributes:
         old: `[elements]`, at least one, contiguous unsigned integers of 1, 2, 4 or 8 bytes. new: likewise.
-        most_bytes: given up beyond this size: the tensor is better stored whole.
+        most_bytes: given up beyond this size: the tensor is better stored whole. positions: where they differ,
+        ascending, if that is known: then `old` is not read.
     """
 
     old: Array
     new: Array
     most_bytes: int | None = None
+    positions: npt.NDArray[np.int32] | None = None
 
 
 def encode(old: Array, new: Array, *, most_bytes: int | None = None, pool: Executor | None = None) -> Encoded | None:
@@ -174,8 +176,12 @@ def _starts(pair: Pair) -> range:
 
 
 def _encode_block(pair: Pair, start: int) -> _EncodedBlock:
-    before, now = pair.old[start : start + BLOCK], pair.new[start : start + BLOCK]
-    positions = _changed(before, now)
+    now = pair.new[start : start + BLOCK]
+    if pair.positions is None:
+        positions = _changed(pair.old[start : start + BLOCK], now)
+    else:
+        first, last = np.searchsorted(pair.positions, (start, start + len(now)))
+        positions = pair.positions[first:last].astype(np.int64) - start
     return _EncodedBlock(len(positions), _pack(positions, now[positions]), digest(now.data))
 
 

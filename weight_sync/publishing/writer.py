@@ -21,9 +21,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import BaseModel, ConfigDict
 
@@ -45,6 +47,8 @@ that somebody will need anyway."""
 
 Pair = tuple[str, torch.Tensor, torch.Tensor]
 """Name, tensor of the base, tensor of the new version: same dtype and shape."""
+Positions = npt.NDArray[np.int32]
+NOTHING_KNOWN: Mapping[str, Positions] = MappingProxyType({})
 Table = Mapping[str, TensorEntry]
 """All tensors of a version, of which dtype, shape and hash count."""
 
@@ -145,6 +149,7 @@ def write_delta(
     pairs: Iterable[Pair],
     prefix: str = "",
     *,
+    positions: Mapping[str, Positions] = NOTHING_KNOWN,
     max_file_bytes: int = MAX_FILE_BYTES,
     most_bytes: int | None = None,
     pool: Executor | None = None,
@@ -152,6 +157,7 @@ def write_delta(
     """Write what changed: nothing of tensors that are equal, the others sparse or whole.
 
     stage, prefix: as for `write_full`. pairs: this process's tensors, as they were and as they are, on the host.
+    positions: where they differ, ascending, of tensors of which that is known: these are not compared.
     most_bytes: give up when the tensors take more. pool: where blocks are encoded in parallel, and ahead of what is
     written (`weight_sync.delta.codec.encode_each`).
 
@@ -160,7 +166,7 @@ def write_delta(
 
     def compared() -> Iterator[codec.Pair]:
         for name, old, new in pairs:
-            if (pair := _compared(name, old, new)) is not None:
+            if (pair := _pair_of(name, old, new, positions.get(name))) is not None:
                 drawn.append((name, new))
                 yield pair
 
@@ -182,19 +188,19 @@ def write_delta(
                 raise DenseError(f"the changes take more than {most_bytes} bytes, already at tensor {name!r}")
 
 
-def _compared(name: str, old: torch.Tensor, new: torch.Tensor) -> codec.Pair | None:
-    """Two tensors as the codec takes them; None: there is nothing in them. Raises `WeightError`."""
+def _pair_of(name: str, old: torch.Tensor, new: torch.Tensor, positions: Positions | None) -> codec.Pair | None:
+    """Return two tensors as the codec takes them; None: nothing in them can have changed. Raises `WeightError`."""
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         raise WeightError(
             f"tensor {name!r} was {old.dtype} {list(old.shape)} and is {new.dtype} {list(new.shape)} now: a "
             f"delta keeps type and shape"
         )
-    if new.numel() == 0:
+    if new.numel() == 0 or (positions is not None and len(positions) == 0):
         return None
     dtype_name(new.dtype, name)
     size = new.dtype.itemsize
     before, now = bits_of(tensor_bytes(name, old), size), bits_of(tensor_bytes(name, new), size)
-    return codec.Pair(before, now, int(SPARSE_SHARE * now.nbytes))
+    return codec.Pair(before, now, int(SPARSE_SHARE * now.nbytes), positions)
 
 
 def assemble(

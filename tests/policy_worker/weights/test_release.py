@@ -143,11 +143,11 @@ WORLDS = [2, pytest.param(1, marks=pytest.mark.soak), pytest.param(3, marks=pyte
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_version_has_the_bits_of_its_moment(start: Any, world: int) -> None:
-    """The weights change right after each snapshot, while it is encoded and written."""
+    """The weights change right after each snapshot, of which changes alone are copied, while it is encoded."""
     steps = ["touch 97", "publish", "touch 89", "touch 53", "settle"]
     dense = ["touch 1", "publish", "touch 1", "settle"]
     none = ["publish", "settle", "publish", "settle"]
-    outcome = start(weight_sync={"anchor_interval": 3}).run(world, *steps * 5, *dense, *steps, *none)
+    outcome = start(weight_sync={"anchor_interval": 3}).run(world, "compare", *steps * 5, *dense, *steps, *none)
     assert outcome.forms == [
         "full", "delta<1", "delta<1", "delta<1", "delta<4", "full", "full", "delta<7", "delta<7",
     ]  # fmt: skip
@@ -163,6 +163,7 @@ def test_every_version_has_the_bits_of_its_moment(start: Any, world: int) -> Non
         ]
     metrics = json.loads((outcome.out / "metrics.json").read_text())
     assert metrics["publish_density"] == 0.0
+    assert metrics["publish_copied_bytes"] < 0.01 * outcome.publications[0].n_bytes
     assert {f"publish_{stage}_seconds" for stage in ("gather", "encode", "write", "announce")} <= metrics.keys()
 
 
