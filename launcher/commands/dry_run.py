@@ -184,7 +184,11 @@ def _memory_of(
         for number, role in enumerate(apart_layouts(config) if gpus else ()):
             gpu = gpus[ranks + number * data_ranks + spec.rank * data_ranks // ranks]
             apart[role.name] = f"GPU {gpu}"
-        return device, memory.trainer(config, model, shards, data_ranks, apart, teachers), None
+        parts = memory.trainer(config, model, shards, data_ranks, apart, teachers)
+        if gpus:
+            of_gpu = capacity.gpus.get(device.removeprefix("GPU "), 0)
+            parts += memory.published_on_device(config, model, ranks, of_gpu)
+        return device, parts, None
     if model is not None and spec.role is Role.ROLLOUT:
         return _rollout_memory(config, model, capacity, device, gpus)
     return device, (), None

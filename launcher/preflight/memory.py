@@ -25,6 +25,7 @@ shards are gathered (N / tp, of experts N / (tp · ep)), T tokens of a micro-bat
                              activations and output layer, which are gone by then; T·param·L·K of activations, of
                              which those of two layers are on the device
     a rollout replica        N·dtype + KV cache: 2·L·kv·dim·dtype bytes per token
+    on a rank's own GPU      N·transfer / ranks of the announced version for deltas, at most a KEPT_SHAREth of the GPU
     a host with rollouts     N·transfer, shared by them
     a host with a trainer    N·transfer being published, and as much again for deltas, over all its ranks
 
@@ -53,6 +54,8 @@ LOGIT_CHUNK = 2**25
 """Logits that the trainer has in memory at once (policy_worker.model.logprobs)."""
 STEPPED = 2**24
 """Parameters whose state is on the device at once with optimizer_offload (policy_worker.memory.offload)."""
+KEPT_SHARE = 16
+"""The announced version may take one part in so many of a GPU (weight_sync.publishing.device_copy)."""
 NOWHERE: Mapping[str, str] = MappingProxyType({})
 CPU_CACHE_SHARE, GPU_CACHE_SHARE = 0.25, 0.8
 """Shares of memory that the embedded engine's cache may take (rollout_worker.engines.transformers)."""
@@ -407,6 +410,22 @@ def snapshots(config: Config, model: LocalModel) -> MemoryPart:
     return MemoryPart(
         "snapshots that the trainer publishes from", copies * n_bytes, f"{copies} x {words}" if copies > 1 else words
     )
+
+
+def published_on_device(config: Config, model: LocalModel, ranks: int, memory: int) -> tuple[MemoryPart, ...]:
+    """Return the copy of the announced version that a rank on a GPU keeps there, if it keeps one.
+
+    ranks: of a policy replica. memory: bytes of the GPU; 0: unknown.
+    """
+    away = config.placement.share != "none" or config.train.fsdp_offload
+    if not config.is_grpo or config.weight_sync.encoding == "full" or away:
+        return ()
+    n_bytes, words = _published(config, model)
+    share, room = n_bytes // ranks, memory // KEPT_SHARE
+    words += f" / {ranks}" if ranks > 1 else ""
+    if memory and room < share:
+        share, words = room, f"{words}, at most 1 / {KEPT_SHARE} of the GPU"
+    return (MemoryPart("version that deltas are made against", share, words),)
 
 
 def _published(config: Config, model: LocalModel) -> tuple[int, str]:

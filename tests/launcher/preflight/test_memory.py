@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from launcher.plan.machine import find_capacity, host_memory, parse_gpus
-from launcher.preflight.memory import host_copy, rollout_cache, rollout_weights, size_text, snapshots, trainer
+from launcher.preflight.memory import (
+    host_copy,
+    published_on_device,
+    rollout_cache,
+    rollout_weights,
+    size_text,
+    snapshots,
+    trainer,
+)
 from launcher.preflight.models import LocalModel, Shape
 from schema.config.sections.policy import LoraConfig
 from schema.config.sections.teacher import TeacherConfig
@@ -159,6 +167,22 @@ def test_copies_have_the_transfer_type_and_deltas_need_the_version_before(
 ) -> None:
     job = config(train=train, **others)
     assert (host_copy(job, MODEL).bytes, snapshots(job, MODEL).bytes) == (copy, kept)
+
+
+@pytest.mark.parametrize(
+    ("others", "memory", "kept"),
+    [
+        ({}, 0, 500),
+        ({}, 16_000, 500),
+        ({}, 1600, 100),
+        ({"weight_sync": {"encoding": "full"}}, 0, 0),
+        ({"placement": {"share": "memory"}}, 0, 0),
+        ({"train": {**HALF, "fsdp_offload": True}}, 0, 0),
+    ],
+)
+def test_a_gpu_holds_the_version_that_deltas_are_made_against(others: dict[str, Any], memory: int, kept: int) -> None:
+    found = published_on_device(config(**{"train": HALF, **others}), MODEL, 4, memory)
+    assert sum(part.bytes for part in found) == kept
 
 
 def test_a_reference_model_is_kept_as_well() -> None:

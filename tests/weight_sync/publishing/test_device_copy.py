@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from launcher.preflight.memory import KEPT_SHARE
 from tests.support.devices import DEVICE
 from tests.support.effort import examples
 from tests.weight_sync.helpers import all_bits
@@ -164,6 +165,7 @@ def test_what_is_kept_stays_within_its_room() -> None:
     assert copy.n_bytes == 1000
     copy.exchange("a", torch.zeros(700, dtype=torch.int8, device=DEVICE), compares=True)
     assert copy.n_bytes == 400, "a tensor that has grown loses its room"
+    assert KEPT_SHARE == device_copy.SHARE
 
 
 def test_a_snapshot_that_breaks_off_is_followed_by_a_whole_one() -> None:
