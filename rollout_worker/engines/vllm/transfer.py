@@ -84,7 +84,7 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._pool = ThreadPoolExecutor(1, "weights")
+        self._pool = ThreadPoolExecutor(1, "weights", initializer=self._take_device)
         self._job: Future[Patch] | None = None
         self._reading: Future[list[str]] | None = None
         self._wanted = ""
@@ -95,6 +95,12 @@ class StoreWeightTransferEngine(WeightTransferEngine[StoreInitInfo, StoreUpdateI
         """The digests of each parameter of a model with layers that are made anew, as they were proven; else
         empty."""
         self.active = False
+
+    def _take_device(self) -> None:
+        """In the thread, before anything else there: a thread begins on the first GPU that its process sees, and
+        would open a context of half a gigabyte on it where the worker has another one."""
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device)
 
     def init_transfer_engine(self, init_info: StoreInitInfo) -> None:
         """Nothing to set up."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,6 +188,35 @@ def test_a_file_to_read_into_has_its_room_before_it_is_mapped(bench: Bench, tmp_
     assert bench.engine.reading()["problem"] is None
     status = (tmp_path / "0").stat()
     assert (status.st_size, status.st_blocks * 512 >= 1 << 20) == (1 << 20, True)
+
+
+def test_the_thread_is_on_the_device_of_its_worker_before_it_uses_cuda(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread begins on the first GPU, and its first call there would open a context on it."""
+    called: list[tuple[str, object]] = []
+
+    def record(module: Any, name: str, answer: Any) -> None:
+        def call(device: object = None) -> Any:
+            if threading.current_thread().name.startswith("weights"):
+                called.append((name, device))
+            return answer
+
+        monkeypatch.setattr(module, name, call)
+
+    stream = SimpleNamespace(synchronize=lambda: None)
+    for name, answer in (("Stream", stream), ("stream", nullcontext()), ("mem_get_info", (1 << 30, 1 << 30))):
+        record(torch.cuda, name, answer)
+    for name in ("set_device_index", "synchronize"):
+        record(torch.accelerator, name, None)
+    bench.engine.device = second = torch.device("cuda", 1)
+    weights = bench.publish(2)
+    assert bench.prepared(bench.deltas(weights)) is None
+    bench.engine.read(str(tmp_path / "0"), 96 * WIDTH * 4, [("q.weight", 0)])
+    until(lambda: bench.engine.reading()["done"], "the tensors")
+    assert called[0] == ("set_device_index", second)
+    assert {name for name, _ in called} >= {"Stream", "stream", "mem_get_info"}
+    assert all(device == second for name, device in called if name in ("Stream", "mem_get_info"))
 
 
 class Calls:
