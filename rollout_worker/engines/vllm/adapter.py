@@ -30,6 +30,7 @@ from rollout_worker.engines.vllm import processes
 from rollout_worker.engines.vllm.arguments import (
     LATENT_ON_CPU,
     SLOT_ID,
+    check_routing,
     check_sampling,
     engine_arguments,
     published_adapter,
@@ -168,7 +169,7 @@ def engine_config(config: Config, nodes: Nodes | None = None, tokenizer: Path | 
     Raises:
         EngineConfigError: vLLM does not accept the settings.
     """
-    from vllm import SamplingParams
+    from vllm import SamplingParams, envs
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
@@ -179,6 +180,7 @@ def engine_config(config: Config, nodes: Nodes | None = None, tokenizer: Path | 
     arguments = engine_arguments(config, known=known, on_cpu=on_cpu, tokenizer=tokenizer)
     if nodes is not None:
         arguments |= nodes.arguments()
+    check_routing(config, envs.VLLM_USE_V2_MODEL_RUNNER)
     try:
         vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
         if on_cpu and vllm_config.model_config.use_mla:
@@ -197,6 +199,8 @@ class VllmAdapter:
         """low_rank: whether requests go through the adapter that is loaded. members: the engine's other machines."""
         self._llm, self._lora_request, self._members = llm, None, members
         self._mixtures: list[int] = []
+        self.runner = ""
+        """Which of vLLM's model runners its ranks have, "V1" or "V2"; empty before `begin`."""
         if low_rank:
             from vllm.lora.request import LoRARequest
 
@@ -403,7 +407,7 @@ class VllmAdapter:
 
         Returns layers whose weights cannot be replaced, and those that are made anew of whole versions; see `layers`.
         """
-        await self._ask("cosmos_make_ready")
+        self.runner = (await self._ask("cosmos_make_ready"))[0]
         answers = await self._ask("cosmos_kinds")
         refused, rebuilt = (
             sorted({name for answer in answers for name in answer[kind]}) for kind in ("refused", "rebuilt")

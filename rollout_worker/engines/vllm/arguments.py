@@ -36,6 +36,8 @@ SLOT_ID = 1
 """vLLM's number of the adapter that is published alone."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks of adapters that vLLM has kernels for."""
+MOST_HELD_BACK = 128
+"""Tokens that vLLM's second model runner can hold back until `min_tokens`; more would end its process."""
 COLDEST = 0.01
 """Below this temperature vLLM samples at this temperature instead."""
 
@@ -171,6 +173,33 @@ def check_logprobs(name: str, settings: SamplingSettings, *, raw: bool) -> None:
         f'request {name} asks for log-probs with correction = "{settings.correction}" at temperature '
         f"{settings.temperature}, and this engine has those {has} alone"
     )
+
+
+def check_routing(config: Config, second_runner: bool | None) -> None:
+    """Raises `EngineConfigError` where chosen experts are wanted of a model runner that does not return them.
+
+    second_runner: what VLLM_USE_V2_MODEL_RUNNER says; None: it is not set.
+    """
+    if config.replays_routing and second_runner is False:
+        raise EngineConfigError(
+            f'train.train_policy.routing_replay = "{config.grpo.routing_replay}" needs model runner V2 of vLLM, and '
+            "VLLM_USE_V2_MODEL_RUNNER=0 turns it off: take that out of the environment, or write "
+            'train.train_policy.routing_replay = "none"'
+        )
+
+
+def check_held_back(tokens: int, min_tokens: int, runner: str) -> None:
+    """Raises `ValueError` where more tokens would be held back until `min_tokens` than this model runner can.
+
+    tokens: how many may end a sample.
+    """
+    if runner == "V2" and min_tokens > 0 and tokens > MOST_HELD_BACK:
+        raise ValueError(
+            f"min_tokens = {min_tokens} holds back {tokens} stop tokens, those that end a text included, and vLLM's "
+            f"model runner V2 holds back {MOST_HELD_BACK} at most: name fewer in "
+            "rollout.sampling_config.stop_token_ids, write rollout.sampling_config.min_tokens = 0, or start with "
+            "VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
+        )
 
 
 def _logprobs_arguments(config: Config) -> dict[str, Any]:

@@ -53,6 +53,7 @@ from rollout_worker.engines.vllm.adapter import (
 )
 from rollout_worker.engines.vllm.arguments import (
     adapter_settings,
+    check_held_back,
     check_logprobs,
     has_raw_logprobs,
     published_adapter,
@@ -127,6 +128,13 @@ class VllmEngine:
         # Shielded: a thread cannot be cancelled, and `close` must know what it has started.
         adapter = await asyncio.shield(self._booting)
         refused, self._rebuilt = await adapter.begin()
+        log.info("%s runs the model by its model runner %s", self.name, adapter.runner)
+        sampling = self._config.rollout.sampling_config
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)}
+        try:
+            check_held_back(len(ends), sampling.min_tokens, adapter.runner)
+        except ValueError as error:
+            raise EngineConfigError(str(error)) from None
         if refused and not self._settings:
             others = f" and {len(refused) - NAMED_PROBLEMS} more" if len(refused) > NAMED_PROBLEMS else ""
             raise EngineConfigError(
@@ -160,7 +168,8 @@ class VllmEngine:
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests. Each seed is a request of vLLM's own, which shares the prompt by its prefix cache."""
-        vocabulary = self._running().vocabulary
+        adapter = self._running()
+        vocabulary = adapter.vocabulary
         for request in requests:
             check_request(
                 request,
@@ -170,6 +179,8 @@ class VllmEngine:
                 routing=("none", "ids") if self._returns_experts else ("none",),
             )
             check_logprobs(request.request_id, request.settings, raw=has_raw_logprobs(self._config))
+            settings = request.settings
+            check_held_back(len(settings.ends(self._eos)), settings.min_tokens, adapter.runner)
         for request in requests:
             tasks = self._tasks.setdefault(request.request_id, set())
             for index in range(len(request.seeds)):

@@ -361,6 +361,7 @@ class WorkerExtension:
     weight_transfer_engine: StoreWeightTransferEngine
     parallel_config: ParallelConfig
     model_runner: Any
+    use_v2_model_runner: bool
     rank: int
     if TYPE_CHECKING:  # vLLM's own: what it finds here besides, it takes for a clash of names
 
@@ -368,16 +369,18 @@ class WorkerExtension:
         def update_weights(self, update_info: dict[str, Any]) -> None: ...
         def finish_weight_update(self) -> None: ...
 
-    def cosmos_make_ready(self) -> None:
-        """Give a later pipeline stage the memory that it receives hidden states in.
+    def cosmos_make_ready(self) -> str:
+        """Give a later pipeline stage the memory that it receives hidden states in, and name the model runner.
 
-        vLLM makes it when it runs a model to measure its memory, which it does not do on a CPU.
+        The first runner makes it when it runs a model to measure its memory, which it does not do on a CPU; the
+        second one as it loads the model.
         """
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
+        return "V2" if self.use_v2_model_runner else "V1"
 
     def cosmos_update(self, info: dict[str, Any]) -> None:
         """Start an update and hand it over: one way to the processes, which may be between any two steps."""

@@ -508,7 +508,7 @@ class EngineContract:
         assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
 
     def test_min_tokens_postpones_every_end(self, subject: Subject) -> None:
-        stops = tuple(range(0, 256, 2))
+        stops = tuple(range(0, 256, 3))
         settings = SamplingSettings(max_tokens=20, min_tokens=9, stop_token_ids=stops)
         one = request(PROMPTS[0], settings, range(8))
         for sample in subject.generate([one]).values():

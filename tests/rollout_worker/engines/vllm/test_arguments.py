@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from rollout_worker.engines.base import EngineConfigError, SamplingSettings
 from rollout_worker.engines.vllm import arguments
 from rollout_worker.engines.vllm.arguments import (
     IN_PROCESS_EXECUTOR,
+    check_held_back,
+    check_routing,
     check_sampling,
     engine_arguments,
     sampling_arguments,
@@ -135,6 +138,26 @@ def test_which_log_probs_vllm_gives() -> None:
 def test_engine_arguments_that_cannot_be_passed_through(name: str, message: str) -> None:
     with pytest.raises(EngineConfigError, match=message):
         engine(rollout={"engine_kwargs": {name: 1}})
+
+
+def test_chosen_experts_need_the_second_model_runner() -> None:
+    plain, replaying = ({"train_policy": {"type": "grpo", "routing_replay": how}} for how in ("none", "ids"))
+    check_routing(Config.model_validate({"train": plain}), second_runner=False)
+    for allowed in (None, True):
+        check_routing(Config.model_validate({"train": replaying}), second_runner=allowed)
+    with pytest.raises(EngineConfigError, match=r"routing_replay = \"ids\" needs model runner V2 .*MODEL_RUNNER=0"):
+        check_routing(Config.model_validate({"train": replaying}), second_runner=False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "min_tokens", "runner", "refused"),
+    [(129, 1, "V2", True), (128, 1, "V2", False), (129, 0, "V2", False), (129, 1, "V1", False)],
+)
+def test_how_many_tokens_each_model_runner_holds_back(
+    tokens: int, min_tokens: int, runner: str, *, refused: bool
+) -> None:
+    with pytest.raises(ValueError, match="holds back 129 stop tokens") if refused else nullcontext():
+        check_held_back(tokens, min_tokens, runner)
 
 
 def test_on_a_cpu() -> None:

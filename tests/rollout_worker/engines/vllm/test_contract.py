@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rollout_worker.engines.base import SamplingSettings
+from rollout_worker.engines.vllm.arguments import MOST_HELD_BACK
 from schema.config import Config
 from tests.rollout_worker.engines.engine_contract import (
     PROMPTS,
@@ -24,6 +25,9 @@ from tests.rollout_worker.engines.engine_contract import (
 
 pytestmark = pytest.mark.slow
 
+MODEL_RUNNER = "model_runner"
+"""Property of a test report: the model runner of vLLM that the engine met."""
+
 
 class TestVllm(EngineContract):
     backend = "vllm"
@@ -34,6 +38,24 @@ class TestVllm(EngineContract):
     def config(cls, model: Path, **sections: Any) -> Config:
         turns = {"placement": {"share": "time"}} if cls.sleeps else {}
         return super().config(model, **turns | sections)
+
+    def test_the_model_runner_is_the_one_of_the_configuration(
+        self, subject: Subject, record_testsuite_property: Callable[[str, object], None]
+    ) -> None:
+        """Its name is in the report: the rest of the contract holds for this one."""
+        adapter: Any = subject.engine._adapter  # type: ignore[attr-defined]
+        record_testsuite_property(MODEL_RUNNER, adapter.runner)
+        assert adapter.runner == ("V2" if adapter._llm.vllm_config.use_v2_model_runner else "V1")
+
+    def test_more_stop_tokens_than_the_model_runner_holds_back_are_refused(self, subject: Subject) -> None:
+        """The second runner would end vLLM's process."""
+        settings = SamplingSettings(max_tokens=4, min_tokens=2, stop_token_ids=tuple(range(MOST_HELD_BACK)))
+        if subject.engine._adapter.runner == "V1":  # type: ignore[attr-defined]
+            subject.one(request(PROMPTS[0], settings))
+            return
+        with pytest.raises(ValueError, match=r"holds back 129 stop tokens.* V2 holds back 128 at most"):
+            subject.one(request(PROMPTS[0], settings))
+        subject.one(request(PROMPTS[0], replace(settings, min_tokens=0)))
 
 
 class RawContract(TestVllm):
