@@ -93,7 +93,7 @@ SECTIONS = (
     Section("kernels", 150, 10, TRAINER, "Types and kernels of training steps"),
     Section("logprobs", 50, 30, TRAINER, "Log-probs and loss over a large vocabulary"),
     Section("publication", 70, 45, TRAINER, "Publication of 1.5B parameters"),
-    Section("vllm", 300, 0, (*JOB, *TRAINER, "vllm"), "Rollouts by vLLM"),
+    Section("vllm", 300, 0, (*JOB, *TRAINER, *TESTS, "vllm"), "Rollouts by vLLM"),
 )  # fmt: skip
 
 

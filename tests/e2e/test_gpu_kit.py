@@ -59,4 +59,4 @@ def test_the_vllm_section_works_with_vllm_for_cpus(tmp_path: Path) -> None:
     found = rehearse(sys.executable, tmp_path, "--only", "vllm")["sections"]["vllm"]
     by_case = {row["case"]: row["status"] for row in found}
     skipped = dict.fromkeys((routing.CASE, *TWO_GPUS), "skipped")
-    assert by_case == {"collective": "ok", **skipped, "whole section": "ok"}
+    assert by_case == {"model runner": "ok", "collective": "ok", **skipped, "whole section": "ok"}

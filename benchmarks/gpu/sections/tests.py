@@ -24,14 +24,17 @@ LEFT_OUT = "not s3 and not bucket"
 
 
 def run(bench: Bench) -> None:
+    workers = [] if bench.tiny else ["-n", str(min(WORKERS, os.cpu_count() or 1))]
+    options = (*workers, "-m", "not slow and not e2e and not soak", "-k", LEFT_OUT, "--timeout", str(HANGS))
+    passes(bench, "all pass", *(TINY if bench.tiny else FOLDERS), *options)
+
+
+def passes(bench: Bench, name: str, *arguments: str) -> None:
+    """A row for a run of pytest with these arguments, with the properties that tests report, and one for each test
+    that has failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        workers = [] if bench.tiny else ["-n", str(min(WORKERS, os.cpu_count() or 1))]
-        command = [
-            sys.executable, "-m", "pytest", *(TINY if bench.tiny else FOLDERS), *workers, f"--junitxml={report}",
-            "-m", "not slow and not e2e and not soak", "-k", LEFT_OUT, "-v",
-            "--timeout", str(HANGS), "--maxfail", "40",
-        ]  # fmt: skip
+        command = [sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}", "-v", "--maxfail", "40"]
         began = time.monotonic()
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         code = subprocess.run(command, cwd=ROOT, check=False, env=env).returncode
@@ -45,13 +48,15 @@ def run(bench: Bench) -> None:
         for case in suite.iter("testcase")
         if case.find("failure") is not None or case.find("error") is not None
     ]
+    reported = {str(entry.get("name")): entry.get("value") for entry in suite.iter("property")}
     bench.check(
-        "all pass",
+        name,
         not failed,
         passed=int(suite.get("tests", 0)) - len(failed) - int(suite.get("skipped", 0)),
         failed=len(failed),
         skipped=int(suite.get("skipped", 0)),
         seconds_s=seconds,
+        **reported,
     )
     for text in failed[:NAMED]:
         bench.row(text[:400], "failed")

@@ -1,5 +1,6 @@
 """Rollouts by vLLM: a few steps of GRPO with weights from the store; handed out by the trainer; and in two halves.
 
+    model runner               what is assumed of it, by its source and by an engine, each difference by its name
     weights from the store     one GPU is enough, or none
     weights from the trainer   by NCCL between two GPUs; else over TCP, which is said
     experts, quantised         a mixture of experts; and fp8, with every update compared
@@ -18,9 +19,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.bench import Bench, reinforce
-from benchmarks.gpu.sections import routing
+from benchmarks.gpu.sections import routing, tests
 from benchmarks.jobs import make_model, speed_of
 
+ENGINE_TESTS = "tests/rollout_worker/engines/vllm"
+SOURCES, CONTRACT = f"{ENGINE_TESTS}/test_runner.py", f"{ENGINE_TESTS}/test_contract.py::TestVllm"
+CONTRACT_SECONDS = 40
+"""After which one of its tests counts as hanging."""
 SMALL = ("rollout.max_response_length=12", "train.train_batch_per_replica=16", "rollout.max_num_seqs=16")
 COLLECTIVE = "collective"
 APART = ('placement.share="none"',)
@@ -38,6 +43,10 @@ def run(bench: Bench) -> None:
     gpus = torch.cuda.device_count() if bench.on_gpu else 0
     own = () if gpus < 2 else APART
     sizes = SMALL if bench.tiny else ()
+    if bench.tiny:
+        tests.passes(bench, "model runner", SOURCES, "-m", "not slow and not soak")
+    else:
+        tests.passes(bench, "model runner", SOURCES, CONTRACT, "-m", "not soak", "--timeout", str(CONTRACT_SECONDS))
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         model = make_model(place)
