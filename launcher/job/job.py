@@ -2,7 +2,8 @@
 
     t = 0   redis ─────────────┐
             data preparation ──┴─▶ controller ─▶ ready ─▶ watch ─▶ finished | failed | stopped
-            policy, rollout replicas: started at once, they import and load while the rest gets ready
+            policy, rollout replicas: started at once, they import and load while the rest gets ready;
+            a policy that shares the memory of GPUs with an engine: when the engine has booted
 
     end     workers ─▶ collect the controller's records ─▶ controller ─▶ redis ─▶ summary.json
 
@@ -36,7 +37,7 @@ from launcher.job.trackers import Trackers
 from launcher.job.watch import JobWatch, blame
 from launcher.plan import placement, redis_server
 from launcher.plan.credentials import environment, withheld
-from launcher.plan.placement import ProcessSpec
+from launcher.plan.placement import PlacedReplica, ProcessSpec
 from launcher.processes.host import Host
 from launcher.processes.logs import tail
 from launcher.processes.share import attended
@@ -201,7 +202,19 @@ class Job:
         return await self.watch.until_over()
 
     def _launch_workers(self) -> None:
+        """Start all workers but those that share the memory of their GPUs with an engine which measures it first."""
+        waiting = placement.engines_before(self.plan.config, self.plan.workers)
         for replica in self.plan.workers:
+            if replica.name in waiting:
+                self._send(partial(self._launch_after, replica, waiting[replica.name]))
+            else:
+                self.supervisor.launch(replica)
+
+    async def _launch_after(self, replica: PlacedReplica, engines: frozenset[str]) -> None:
+        names = ", ".join(sorted(engines))
+        self.event(f"{replica.name} starts when {names}, on the same GPUs, has measured their memory")
+        await self.watch.until_booted(engines)
+        if not self.scaling.over:
             self.supervisor.launch(replica)
 
     async def _reopen(self) -> bool:

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 from controller.client import ControllerError, NotServing, Unauthorized
@@ -73,6 +74,17 @@ class JobWatch:
             outcome = self._judge()
             if outcome is not None:
                 return outcome
+            await asyncio.sleep(POLL)
+
+    async def until_booted(self, names: Collection[str]) -> None:
+        """Wait until each of these rollout replicas has an engine, or is not started again."""
+        await self._link.started.wait()
+        while waiting := {name for name in names if not self._supervisor.replicas[name].done.is_set()}:
+            with suppress(ControllerError):
+                infos = await self._link.ask(api.replicas())
+                # Only an engine that has booted has numbers to report.
+                if waiting <= {info.name for info in infos if info.state == "live" and info.gauges}:
+                    return
             await asyncio.sleep(POLL)
 
     async def _look(self) -> None:

@@ -39,7 +39,7 @@ from launcher.restarts import Role
 from schema.config import Config, Problem
 from schema.config.layout import RoleLayout, apart_layouts, placed_roles, policy_layout, unit_ranks
 from schema.config.rules.placement import PLACEMENT_RULES
-from schema.util.gpus import variable_for
+from schema.util.gpus import PART_VARIABLE, variable_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,14 @@ def place(config: Config, *machines: Machine, rollouts: bool = True) -> list[Pla
     replicas, profiled = [], config.profiler.enable_nsys
     apart = [devices[role.name] for role in apart_layouts(config)]
     policies = [sum(parts, ()) for parts in zip(devices["policy"], *apart, strict=True)]
+    shared = (
+        {device for dealt in devices.get("rollout", []) for device in dealt} if _divides_memory(config) else set()
+    )
+    part = {PART_VARIABLE: f"{1.0 - config.rollout.gpu_memory_utilization:.4g}"}
     for index, dealt in enumerate(policies):
         envs = [{**common[node], **_visible(gpus, node, dealt)} for node in range(len(machines))]
+        if shared & set(dealt):  # ranks take equally much, those whose GPU has no engine too
+            envs = [env | part for env in envs]
         replicas.append(_policy(f"policy-{index}", nodes.policy[index], envs, dealt, profiled, index=index))
     for index, dealt in enumerate(devices.get("rollout", [])):
         node = nodes.rollout[index]
@@ -150,6 +156,27 @@ def place_elastic(
             late = {f"rollout-{index}" for index in range(begun, count)}
             return [each for each in every if each.name not in late], [each for each in every if each.name in late]
     return first, []
+
+
+def _divides_memory(config: Config) -> bool:
+    """Whether engines take a part of the memory of GPUs that ranks of the policy have too."""
+    return config.placement.share == "memory" and config.rollout.engine.reserves_memory
+
+
+def engines_before(config: Config, replicas: Sequence[PlacedReplica]) -> dict[str, frozenset[str]]:
+    """For each policy replica that shares GPUs with engines which reserve memory: the rollout replicas that boot
+    before it starts.
+
+    Such an engine measures the memory that is free while it boots, and takes what others allocate and release
+    meanwhile for its own. It needs no trainer to boot, whereas a trainer needs samples before its memory is complete.
+    """
+    rollouts = [replica for replica in replicas if replica.role is Role.ROLLOUT and _divides_memory(config)]
+    engines = {
+        policy.name: frozenset(rollout.name for rollout in rollouts if set(rollout.devices) & set(policy.devices))
+        for policy in replicas
+        if policy.role is Role.POLICY
+    }
+    return {name: names for name, names in engines.items() if names}
 
 
 def process_of(replicas: Iterable[PlacedReplica], role: Role, replica: int, rank: int) -> ProcessSpec | None:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from policy_worker.errors import PolicyError, RendezvousError, SettingsError
 from policy_worker.parallel.mesh import ParallelDims, device_mesh
 from policy_worker.process import RankEnvironment
-from schema.util.gpus import UnusableGpuError, require_dealt_gpus
+from schema.util.gpus import UnusableGpuError, part_of_gpu, require_dealt_gpus
 from weight_sync import HubNames
 from weight_sync.publishing.gather import TensorGathering
 
@@ -36,6 +36,17 @@ T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Time-out of training's collectives: far longer than any micro-batch, so its end means that a rank is gone."""
 CONTROL_MARGIN = timedelta(minutes=2)
+
+
+CONTEXT_BYTES = 1 << 30
+"""Memory of a GPU that a process takes next to its tensors: CUDA's context, NCCL's buffers."""
+
+
+def keep_to_part(device: torch.device) -> None:
+    """Leave an engine its part of a GPU's memory, also while it is down: else it would find none at its restart."""
+    if (part := part_of_gpu()) < 1.0:
+        context = CONTEXT_BYTES / torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(max(part - context, part / 2), device)
 
 
 class RankGroup:
@@ -49,6 +60,7 @@ class RankGroup:
         self.device = pick_device(environment.local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            keep_to_part(self.device)
         self.ranks_here, self._rank_here = environment.local_world, environment.local_rank
         _initialise(environment, self.device, store)
         self.sizes = ParallelDims(dp_shard=self.world)

@@ -15,6 +15,9 @@ from pathlib import Path
 VARIABLE = "COSMOS_DEALT_GPUS"
 """How many GPUs the launcher dealt to the process; not set where there are none."""
 
+PART_VARIABLE = "COSMOS_GPU_PART"
+"""The part of its GPU's memory that a process may take, where an engine has the rest; not set where none has."""
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Which GPUs CUDA shows a process; empty: none."""
 
@@ -37,6 +40,11 @@ def dealt_gpus(environment: Mapping[str, str] = os.environ) -> int:
     """How many GPUs the launcher dealt to this process; 0: none, or it was not started by the launcher."""
     text = environment.get(VARIABLE, "")
     return int(text) if text.isdigit() else 0
+
+
+def part_of_gpu(environment: Mapping[str, str] = os.environ) -> float:
+    """The part of its GPU's memory that this process may take; 1.0: all of it."""
+    return float(environment.get(PART_VARIABLE) or 1.0)
 
 
 def require_dealt_gpus(open_first: Callable[[], object], cuda: str | None) -> None:
