@@ -27,6 +27,8 @@ pytestmark = pytest.mark.slow
 
 MODEL_RUNNER = "model_runner"
 """Property of a test report: the model runner of vLLM that the engine met."""
+AHEAD = "schedules_ahead"
+"""Whether it schedules a step while the one before is on its way."""
 
 
 class TestVllm(EngineContract):
@@ -45,7 +47,9 @@ class TestVllm(EngineContract):
         """Its name is in the report: the rest of the contract holds for this one."""
         adapter: Any = subject.engine._adapter  # type: ignore[attr-defined]
         record_testsuite_property(MODEL_RUNNER, adapter.runner)
-        assert adapter.runner == ("V2" if adapter._llm.vllm_config.use_v2_model_runner else "V1")
+        vllm_config = adapter._llm.vllm_config
+        assert adapter.runner == ("V2" if vllm_config.use_v2_model_runner else "V1")
+        record_testsuite_property(AHEAD, vllm_config.scheduler_config.async_scheduling)
 
     def test_more_stop_tokens_than_the_model_runner_holds_back_are_refused(self, subject: Subject) -> None:
         """The second runner would end vLLM's process."""
