@@ -51,7 +51,7 @@ class Start:
         self.asked = 0
         self.started: list[str] = []
         self.job.supervisor.launch = self.launch  # type: ignore[method-assign,assignment]
-        self.job.link.ask = self.ask  # type: ignore[method-assign,assignment]
+        self.job.link.ask = self.ask  # type: ignore[method-assign]
 
     def launch(self, replica: PlacedReplica, **_: Any) -> None:
         self.started.append(replica.name)
