@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import in_turns, medians, options, ratio, report, reset_peak, resident_mib, timed
-from policy_worker.model.head import Head
-from policy_worker.model.logprobs import token_logprobs
+from policy_worker.model.logits.head import Head
+from policy_worker.model.logits.logprobs import token_logprobs
 
 LIBC = ctypes.CDLL(None)
 

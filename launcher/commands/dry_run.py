@@ -21,9 +21,10 @@ from launcher.plan.machine import Machine, MachineMemory, find_capacity
 from launcher.plan.needs import PlacementError
 from launcher.plan.placement import PlacedReplica, ProcessSpec, place
 from launcher.plan.rundir import RunDir, RunTokens, choose
-from launcher.preflight import memory
-from launcher.preflight.memory import Cache, MemoryPart, size_text
+from launcher.preflight import memory, serving_memory
+from launcher.preflight.memory import MemoryPart, size_text
 from launcher.preflight.models import LocalModel, UnknownModelError, find_model
+from launcher.preflight.serving_memory import Cache
 from launcher.restarts import Role
 from schema.config import Config, ConfigError, Problem
 from schema.config.layout import apart_layouts, mesh_text, unit_ranks
@@ -117,7 +118,7 @@ def plan(checked: Checked) -> Planned:
     ]
     shared: tuple[MemoryPart, ...] = ()
     if model is not None and config.is_grpo:
-        shared = memory.host_copy(config, model), memory.snapshots(config, model)
+        shared = serving_memory.host_copy(config, model), serving_memory.snapshots(config, model)
     planned = Planned(
         checked.machine, str(run.path), continued, model, no_model, processes, shared,
         warnings=list(checked.warnings), uploads=list(credentials.upload_targets(config, run.path.name, env)),
@@ -184,10 +185,10 @@ def _memory_of(
         for number, role in enumerate(apart_layouts(config) if gpus else ()):
             gpu = gpus[ranks + number * data_ranks + spec.rank * data_ranks // ranks]
             apart[role.name] = f"GPU {gpu}"
-        parts = memory.trainer(config, model, shards, data_ranks, apart, teachers)
+        of_gpu = capacity.gpus.get(device.removeprefix("GPU "), 0) if gpus else 0
+        parts = memory.trainer(config, model, shards, data_ranks, apart, teachers, of_gpu)
         if gpus:
-            of_gpu = capacity.gpus.get(device.removeprefix("GPU "), 0)
-            parts += memory.published_on_device(config, model, ranks, of_gpu)
+            parts += serving_memory.published_on_device(config, model, ranks, of_gpu)
         return device, parts, None
     if model is not None and spec.role is Role.ROLLOUT:
         return _rollout_memory(config, model, capacity, device, gpus)
@@ -199,8 +200,8 @@ def _rollout_memory(
 ) -> _Memory:
     ranks, on_gpu = max(1, len(gpus)), bool(gpus)
     free = capacity.gpus.get(gpus[0], 0) if on_gpu else capacity.host_free
-    cache = memory.rollout_cache(config, model, ranks, free, on_gpu=on_gpu) if free else None
-    parts = [memory.rollout_weights(config, model, ranks)]
+    cache = serving_memory.rollout_cache(config, model, ranks, free, on_gpu=on_gpu) if free else None
+    parts = [serving_memory.rollout_weights(config, model, ranks)]
     if cache is not None:
         takes_all = on_gpu and config.rollout.engine.reserves_memory
         words = f"{size_text(cache.per_token)} per token, room for {cache.tokens:,} tokens"

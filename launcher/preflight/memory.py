@@ -1,19 +1,21 @@
-"""How much memory each process of a job takes: formulas over the model's counts, nothing is measured.
+"""How much memory a rank of a trainer takes: formulas over the model's counts, nothing is measured.
 
 N parameters, W shards of one copy (of layers, stages, data and sequence), G what a rank has of N where data-parallel
 shards are gathered (N / tp, of experts N / (tp · ep)), T tokens of a micro-batch on a rank (of its piece, with cp):
 
     one rank of a trainer    weights N·master/W + gradients N·master/W + moments 2·N·master/W
                              + gathered weights (outside the layers + two layers of G)·param, if sharded or cast
-                             + gradients before reduction G·reduce in their place, if a step then has several
-                             micro-batches
+                             + gradients before reduction G·reduce: in their place, if a step has several
+                             micro-batches that add up whole; next to them, if each is reduced after its backward
                              + activations + output layer
     activations              T·param·(L·K + R), where A = 6·H + (2·heads·dim + 2·kv·dim + 4·I) / tp numbers of one
                              layer are needed per token: K = A and R = 0; of recomputed layers K = H and R = A, and
                              where parts of them are, R the larger of attention, (2·heads·dim + 2·kv·dim) / tp, and
                              experts, 4·I / tp, and K = A without these; all H divided by tp where sequences are split
                              between layers
-    output layer             4·min(2^25, T·V) / tp bytes of logits + 4·V·H / tp bytes of the gradient of the matrix
+    output layer             4·Z / tp bytes of logits, Z = min(T·V, logits_at_once), + param·Z / tp of their gradient
+                             in another type + 4·V·H / tp of the gradient of the matrix, param·V·H / tp where it comes
+                             in parts
                              + N'·param/W of each local teacher, which has N' parameters
     with adapters            weights N·param/W, and weights, gradients and moments as above of the A that train;
                              a reference within the policy A·master/W
@@ -24,10 +26,6 @@ shards are gathered (N / tp, of experts N / (tp · ep)), T tokens of a micro-bat
                              STEPPED numbers and the largest matrix at a time) and count as far as they are more than
                              activations and output layer, which are gone by then; T·param·L·K of activations, of
                              which those of two layers are on the device
-    a rollout replica        N·dtype + KV cache: 2·L·kv·dim·dtype bytes per token
-    on a rank's own GPU      N·transfer / ranks of the announced version for deltas, at most a KEPT_SHAREth of the GPU
-    a host with rollouts     N·transfer, shared by them
-    a host with a trainer    N·transfer being published, and as much again for deltas, over all its ranks
 
 `benchmarks/trainer/memory.py` compares them with what ranks of models of more than 100M parameters take. Left out:
 fragmentation, CUDA contexts (about half a gigabyte each) and what the allocator keeps.
@@ -45,20 +43,15 @@ from schema.config import Config, CriticConfig, TrainingConfig
 from schema.config.layout import mesh_of, reference_is_within
 from schema.config.sections.optimizer import OptimizerKeys, PrecisionKeys
 from schema.config.sections.policy import LoraConfig, ParallelismConfig
+from schema.util.gpus import logits_at_once
 
 HOST = "host"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROGRAM_BYTES = {"policy": 420 * 2**20, "rollout": 420 * 2**20, "controller": 75 * 2**20}
 """A process before it holds anything: Python with torch and transformers, or with the web service (measured)."""
-LOGIT_CHUNK = 2**25
-"""Logits that the trainer has in memory at once (policy_worker.model.logprobs)."""
 STEPPED = 2**24
 """Parameters whose state is on the device at once with optimizer_offload (policy_worker.memory.offload)."""
-KEPT_SHARE = 16
-"""The announced version may take one part in so many of a GPU (weight_sync.publishing.device_copy)."""
 NOWHERE: Mapping[str, str] = MappingProxyType({})
-CPU_CACHE_SHARE, GPU_CACHE_SHARE = 0.25, 0.8
-"""Shares of memory that the embedded engine's cache may take (rollout_worker.engines.transformers)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,26 +64,6 @@ class MemoryPart:
     device: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Cache:
-    """The KV cache of one rollout replica: bytes per token, what may be taken, and what a full engine needs."""
-
-    per_token: int
-    room: int
-    sequences: int
-    sequence_tokens: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that fit."""
-        return self.room // self.per_token
-
-    @property
-    def bytes(self) -> int:
-        """The size that it grows to: it never needs more than all sequences at full length."""
-        return min(self.room, self.sequences * self.sequence_tokens * self.per_token)
-
-
 def trainer(
     config: Config,
     model: LocalModel,
@@ -98,20 +71,22 @@ def trainer(
     data_ranks: int,
     apart: Mapping[str, str] = NOWHERE,
     teachers: Mapping[str, LocalModel] = MappingProxyType({}),
+    of_gpu: int = 0,
 ) -> tuple[MemoryPart, ...]:
     """One rank of a policy replica. shards: ranks that share one copy. data_ranks: ranks with data of their own.
 
     apart: role to its device, of `reference` and `critic`, where they have devices of their own. teachers: local ones
-    that are on this machine, by name; the others are taken to be as large as the policy.
+    that are on this machine, by name; the others are taken to be as large as the policy. of_gpu: bytes of its GPU; 0:
+    unknown, or none.
     """
     n, param = model.parameters, BYTES[config.train.param_dtype]
-    learns = _learning(model, config.policy.lora)
+    learns = learning(model, config.policy.lora)
     mesh = config.policy.parallelism
     gathered, fsdp_ranks = _gathered_on(mesh, model), data_ranks * mesh.cp_size
     parts = _trained(config.train, model, gathered, shards, fsdp_ranks, config.policy.lora)
     keys = config.train
     if _is_cast(keys, fsdp_ranks):
-        whole = _learning(gathered, config.policy.lora) * BYTES[keys.fsdp_reduce_dtype]
+        whole = learning(gathered, config.policy.lora) * BYTES[keys.fsdp_reduce_dtype]
         of_shard = learns * BYTES[keys.master_dtype] // shards
         parts += _unreduced(keys, whole, of_shard, several=_micro_batches(config, data_ranks) > 1)
     where = HOST if keys.fsdp_offload else ""
@@ -150,7 +125,7 @@ def trainer(
         parts.append(
             MemoryPart(f"teacher {teacher.name}", size, words + ("" if teacher_model else ", if as large"), place)
         )
-    kept = _activations(config, model, param, data_ranks)
+    kept = _activations(config, model, param, data_ranks, of_gpu)
     return (*parts, *_back_for_a_step(keys, learns, model, shards, kept), *kept)
 
 
@@ -230,8 +205,8 @@ def _gathered_on(mesh: ParallelismConfig, model: LocalModel) -> LocalModel:
     )
 
 
-def _learning(model: LocalModel, lora: LoraConfig | None) -> int:
-    """How many numbers train: the parameters, or those of adapters on every linear layer."""
+def learning(model: LocalModel, lora: LoraConfig | None) -> int:
+    """Count the numbers that train: the parameters, or those of adapters on every linear layer."""
     shape = model.shape
     if lora is None or shape is None:
         return model.parameters
@@ -251,7 +226,7 @@ def _trained(
     lora: LoraConfig | None,
 ) -> list[MemoryPart]:
     """Weights, gradients and optimizer of a model that learns. gathered: see `_gathered_on`."""
-    n, master, param = _learning(model, lora), BYTES[keys.master_dtype], BYTES[keys.param_dtype]
+    n, master, param = learning(model, lora), BYTES[keys.master_dtype], BYTES[keys.param_dtype]
     by = f" / {shards}" if shards > 1 else ""
     each = f"{n:,} x {master} B{by}"
     where = HOST if keys.fsdp_offload else ""
@@ -322,7 +297,7 @@ def _micro_batches(config: Config, data_ranks: int) -> int:
     return -(-tokens // micro_batch_tokens(config, data_ranks))
 
 
-def _activations(config: Config, model: LocalModel, param: int, data_ranks: int) -> list[MemoryPart]:
+def _activations(config: Config, model: LocalModel, param: int, data_ranks: int, of_gpu: int) -> list[MemoryPart]:
     shape = model.shape
     if shape is None:
         return []
@@ -339,8 +314,9 @@ def _activations(config: Config, model: LocalModel, param: int, data_ranks: int)
         parts += [inner // mesh.tp_size - attention] if keys.recompute_moe_layers else []
         kept, again = (layer - sum(parts), max(parts)) if parts else (between, layer)
     resident = min(layers, 2) if keys.activation_offload else layers
-    lora, by = config.policy.lora, f" / {mesh.tp_size}" if mesh.tp_size > 1 else ""
-    chunk = min(LOGIT_CHUNK, tokens * shape.vocabulary)
+    lora = config.policy.lora
+    logits, most = tokens * shape.vocabulary, logits_at_once(of_gpu)
+    chunk = min(most, logits)
     matrix = shape.vocabulary * hidden if lora is None or "lm_head" in (lora.modules_to_save or ()) else 0
     each = f"{tokens:,} tokens x {param} B"
     of_layers = MemoryPart(
@@ -350,89 +326,18 @@ def _activations(config: Config, model: LocalModel, param: int, data_ranks: int)
     return [
         of_layers,
         *([away] if keys.activation_offload else []),
-        MemoryPart(
-            "output layer", 4 * (chunk + matrix) // mesh.tp_size, f"4 B x ({chunk:,} logits + {matrix:,}){by}"
-        ),
+        _output_layer(chunk, matrix, param, mesh, alone=logits > most and tokens < shape.vocabulary),
     ]
 
 
-def rollout_weights(config: Config, model: LocalModel, ranks: int) -> MemoryPart:
-    """The weights of a replica on each of its devices: copies share experts alone.
+def _output_layer(chunk: int, matrix: int, param: int, mesh: ParallelismConfig, *, alone: bool) -> MemoryPart:
+    """Count logits, in float32 and as a gradient in the type of products, and the gradient of the output matrix.
 
-    Quantised weights count 1 B, as do embeddings then, which stay as they are.
-    """
-    rollout, copies = config.rollout, max(1, config.rollout.parallelism.dp_shard_size)
-    size = BYTES[config.engine_dtype]
-    of_experts = of_rest = size
-    if rollout.quantization != "none":
-        of_experts, of_rest = 1, size if rollout.quantization.startswith("int8") else 1
-    rest, parts = model.parameters - model.experts, max(1, ranks // copies)
-    n_bytes = rest * of_rest // parts + model.experts * of_experts // ranks
-    if of_experts == of_rest and (copies == 1 or not model.experts):
-        words = f"{model.parameters:,} x {of_rest} B" + (f" / {parts}" if parts > 1 else "")
-    else:
-        words = f"{rest:,} x {of_rest} B / {parts} + {model.experts:,} of experts x {of_experts} B / {ranks}"
-    return MemoryPart("weights", n_bytes, words)
-
-
-def rollout_cache(config: Config, model: LocalModel, ranks: int, memory: int, *, on_gpu: bool) -> Cache | None:
-    """The KV cache on each device of a replica, of its layers and heads; None where the model's shape is not known.
-
-    memory: bytes of the GPU, or bytes free on the host.
-    """
-    if model.shape is None:
-        return None
-    rollout, size = config.rollout, BYTES[config.engine_dtype]
-    stages, copies = rollout.parallelism.pp_size, max(1, rollout.parallelism.dp_shard_size)
-    heads = min(max(1, ranks // (stages * copies)), model.shape.kv_heads)
-    per_token = max(1, model.shape.kv_numbers_per_token // (heads * stages) * size)
-    share = rollout.gpu_memory_utilization
-    if not rollout.engine.reserves_memory:
-        share = GPU_CACHE_SHARE if on_gpu else CPU_CACHE_SHARE
-    room, sequences = int(share * memory), rollout.max_num_seqs or rollout.max_concurrent_samples
-    if on_gpu:
-        room -= rollout_weights(config, model, ranks).bytes
-    return Cache(per_token, max(0, room), sequences, config.engine_max_len)
-
-
-def host_copy(config: Config, model: LocalModel) -> MemoryPart:
-    """The copy of the newest weights that all rollout replicas of a host share (`weight_sync.host_cache`)."""
-    n_bytes, words = _published(config, model)
-    return MemoryPart("weights that the rollout replicas share", n_bytes, words)
-
-
-def snapshots(config: Config, model: LocalModel) -> MemoryPart:
-    """Count what the ranks of a policy replica keep in host memory together: the version that is being published
-    while training goes on and, for deltas, the one before.
-    """
-    n_bytes, words = _published(config, model)
-    copies = 2 if config.weight_sync.encoding == "delta" else 1
-    return MemoryPart(
-        "snapshots that the trainer publishes from", copies * n_bytes, f"{copies} x {words}" if copies > 1 else words
-    )
-
-
-def published_on_device(config: Config, model: LocalModel, ranks: int, memory: int) -> tuple[MemoryPart, ...]:
-    """Return the copy of the announced version that a rank on a GPU keeps there, if it keeps one.
-
-    ranks: of a policy replica. memory: bytes of the GPU; 0: unknown.
-    """
-    away = config.placement.share != "none" or config.train.fsdp_offload
-    if not config.is_grpo or config.weight_sync.encoding == "full" or away:
-        return ()
-    n_bytes, words = _published(config, model)
-    share, room = n_bytes // ranks, memory // KEPT_SHARE
-    words += f" / {ranks}" if ranks > 1 else ""
-    if memory and room < share:
-        share, words = room, f"{words}, at most 1 / {KEPT_SHARE} of the GPU"
-    return (MemoryPart("version that deltas are made against", share, words),)
-
-
-def _published(config: Config, model: LocalModel) -> tuple[int, str]:
-    size = BYTES[config.train.effective_transfer_dtype]
-    alone = config.weight_sync.lora == "adapter"
-    n = _learning(model, config.policy.lora) if alone else model.parameters
-    return n * size, f"{n:,} x {size} B"
+    alone: whether each row of the matrix gets its gradient at once, in its own type; else it adds up in float32."""
+    each, of_matrix = 4 + (param if param < 4 else 0), param if alone else 4
+    words = f"{each} B x {chunk:,} logits + {of_matrix} B x {matrix:,}"
+    by = f"({words}) / {mesh.tp_size}" if mesh.tp_size > 1 else words
+    return MemoryPart("output layer", (each * chunk + of_matrix * matrix) // mesh.tp_size, by)
 
 
 def size_text(n_bytes: int) -> str:

@@ -197,7 +197,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KlType) -> Tensor:
     """Per-token estimate of KL(π ‖ π_ref) on tokens sampled from π, [K]: d, |d|, d² / 2 or k3, d = log π − log π_ref.
 
     k3 is clamped at `K3_BOUND`.
-    "full" is no estimate of one token's: see `policy_worker.model.logprobs.token_kl`.
+    "full" is no estimate of one token's: see `policy_worker.model.logits.logprobs.token_kl`.
     Source: J. Schulman, "Approximating KL Divergence" (2020)."""
     if kind == "k3":
         return k3(logprobs, ref_logprobs).clamp(max=K3_BOUND)

@@ -1,4 +1,4 @@
-"""What a micro-batch is made of comes to the device in one copy, from memory that the device reads by itself.
+"""Send what a micro-batch is made of to the device in one copy, from memory that the device reads by itself.
 
 A copy of pageable memory waits for the device, and each of a dozen small ones costs a launch; one of pinned memory
 does neither. PyTorch keeps pinned memory until the copies out of it have ended, and gives it to the next one then."""

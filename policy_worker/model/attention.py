@@ -126,7 +126,7 @@ class Blocks:
         self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
 
     def sequences(self, device: torch.device) -> Sequences:
-        """What the kernel attends within: the shared positions of a block, and each sample behind them."""
+        """Describe what a kernel attends within: the shared positions of a block, and each sample behind them."""
         lengths = _lengths_of(self.all)
         if self._starts is None:
             self._starts = torch.from_numpy(starts_of(self.all)).to(device)

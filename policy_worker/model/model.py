@@ -15,8 +15,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention, sequence
 from policy_worker.model.attention import AttentionContext, Blocks, Outputs
-from policy_worker.model.head import Head, VocabularyShard
-from policy_worker.model.logprobs import Beside, TokenOutputs, token_logprobs
+from policy_worker.model.logits.head import Head, VocabularyShard
+from policy_worker.model.logits.logprobs import Beside, TokenOutputs, token_logprobs
 from policy_worker.model.micro_batch import MicroBatch, RoutingRecord
 from policy_worker.model.pretrained import StoredWeights
 from policy_worker.model.routing import RoutingReplay

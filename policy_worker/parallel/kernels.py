@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from policy_worker.errors import SettingsError
-from policy_worker.model import attention, softmax
+from policy_worker.model import attention
+from policy_worker.model.logits import softmax
 from policy_worker.model.model import Backbone
 from policy_worker.model.trainable import routers_of
 from schema.config.sections.train import FP8Config

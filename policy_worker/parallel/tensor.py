@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 from policy_worker.errors import SettingsError
 from policy_worker.memory.activations import is_kept_on_host, is_recomputed
 from policy_worker.memory.offload import local_of
-from policy_worker.model.head import VocabularyShard
+from policy_worker.model.logits.head import VocabularyShard
 from policy_worker.model.lora import adapted
 from policy_worker.model.model import AnyModel
 from policy_worker.model.sequence import EXPERTS, blocks_of, gather_into, pattern

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from policy_worker.errors import SettingsError
 from policy_worker.memory.offload import local_of
-from policy_worker.model.head import Head
-from policy_worker.model.logprobs import TokenOutputs
+from policy_worker.model.logits.head import Head
+from policy_worker.model.logits.logprobs import TokenOutputs
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.stages import Stages
 from policy_worker.parallel.distribute import distribute

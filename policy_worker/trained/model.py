@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from policy_worker.memory.offload import Gradients
-from policy_worker.model.drawn import Reshaping
+from policy_worker.model.logits.drawn import Reshaping
 from policy_worker.model.micro_batch import BatchLayout, Columns, MicroBatch, TrainSample, collate, least_spared
 from policy_worker.model.model import DTYPES, Backbone, More
 from policy_worker.parallel.collectives import finish_gradients

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from policy_worker.errors import SettingsError
-from policy_worker.model.head import Head
-from policy_worker.model.logprobs import Beside
+from policy_worker.model.logits.head import Head
+from policy_worker.model.logits.logprobs import Beside
 from policy_worker.model.micro_batch import BatchLayout, Columns, MicroBatch, TrainSample, collate
 from policy_worker.model.model import DTYPES, Backbone
 from policy_worker.model.stages import Stages

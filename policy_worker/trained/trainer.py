@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from policy_worker.errors import SettingsError
 from policy_worker.memory.offload import local_of
-from policy_worker.model.drawn import Reshaping
-from policy_worker.model.head import Head
-from policy_worker.model.logprobs import TokenOutputs
+from policy_worker.model.logits.drawn import Reshaping
+from policy_worker.model.logits.head import Head
+from policy_worker.model.logits.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import Columns, MicroBatch, Segment, TrainSample
 from policy_worker.model.model import Backbone, More, PolicyModel
 from policy_worker.model.stages import StageInput

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from policy_worker.model.head import Head
+from policy_worker.model.logits.head import Head
 from policy_worker.training.metrics import Metrics
 
 REFERENCE = "reference"

@@ -19,7 +19,7 @@ from policy_worker.algorithms.masks import Rejection
 from policy_worker.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from policy_worker.algorithms.objective import Correction
 from policy_worker.errors import SettingsError
-from policy_worker.model.head import Head
+from policy_worker.model.logits.head import Head
 from policy_worker.model.micro_batch import TrainSample
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.routing import KEY

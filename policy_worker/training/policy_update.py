@@ -21,7 +21,7 @@ from torch import Tensor
 from policy_worker.algorithms.losses import PolicyTokens
 from policy_worker.algorithms.mismatch import mismatch_sums
 from policy_worker.algorithms.objective import Correction, LossConfig, Normalizers, policy_objective
-from policy_worker.model.logprobs import TokenOutputs
+from policy_worker.model.logits.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.replicas.base import Replicas
 from policy_worker.trained.trainer import Trainer

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from policy_worker.errors import SettingsError
-from policy_worker.model.logprobs import TokenOutputs
+from policy_worker.model.logits.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import MicroBatch, Segment, TrainSample
 from policy_worker.ranges import span
 from policy_worker.replicas.base import Alone, Replicas

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from policy_worker.errors import TeacherError
-from policy_worker.model.logprobs import TopTokens
+from policy_worker.model.logits.logprobs import TopTokens
 from policy_worker.model.micro_batch import TrainSample
 from schema.config.sections.teacher import TeacherConfig
 from schema.util.backoff import Backoff

@@ -23,8 +23,9 @@ from torch import Tensor
 from policy_worker.algorithms.distillation import reverse_kl_advantage, reverse_kl_estimate, top_k_jsd
 from policy_worker.algorithms.losses import PolicyTokens
 from policy_worker.errors import SettingsError, TeacherError
-from policy_worker.model.head import Head
-from policy_worker.model.logprobs import Beside, TokenOutputs, TopTokens, logprobs_at, token_kl, top_tokens
+from policy_worker.model.arrival import on_device
+from policy_worker.model.logits.head import Head
+from policy_worker.model.logits.logprobs import Beside, TokenOutputs, TopTokens, logprobs_at, token_kl, top_tokens
 from policy_worker.model.micro_batch import MicroBatch, TrainSample
 from policy_worker.model.model import More
 from policy_worker.process import ShutdownRequest
@@ -222,7 +223,7 @@ class Teachers:
         """Compute the losses of the tokens of these rows that are `here`, whose states are `hidden`."""
 
         def known(values: Mapping[int, Tensor]) -> Tensor:
-            return torch.cat([values[row] for row in rows]).to(hidden.device)[here]
+            return on_device(torch.cat([values[row] for row in rows]), hidden.device)[here]
 
         if teaching.teacher.loss == "reverse_kl_full":
             assert teaching.head is not None

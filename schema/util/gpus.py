@@ -18,6 +18,8 @@ VARIABLE = "COSMOS_DEALT_GPUS"
 PART_VARIABLE = "COSMOS_GPU_PART"
 """The part of its GPU's memory that a process may take, where an engine has the rest; not set where none has."""
 
+LEAST_LOGITS, MOST_LOGITS = 2**25, 2**28
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Which GPUs CUDA shows a process; empty: none."""
 
@@ -40,6 +42,15 @@ def dealt_gpus(environment: Mapping[str, str] = os.environ) -> int:
     """How many GPUs the launcher dealt to this process; 0: none, or it was not started by the launcher."""
     text = environment.get(VARIABLE, "")
     return int(text) if text.isdigit() else 0
+
+
+def logits_at_once(memory: int) -> int:
+    """How many logits the trainer has in memory at once on a GPU of so many bytes; 0: on a CPU, or unknown.
+
+    In float32 they take a 128th of the memory, down to a power of two within bounds: the same on all GPUs of a kind,
+    however full they are. The least is enough for products at full speed on a CPU, and small next to a model."""
+    power = 1 << max(memory // 512, 1).bit_length() - 1
+    return min(MOST_LOGITS, max(LEAST_LOGITS, power))
 
 
 def part_of_gpu(environment: Mapping[str, str] = os.environ) -> float:

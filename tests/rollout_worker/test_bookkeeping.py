@@ -202,7 +202,7 @@ def test_rates_look_back_ten_seconds_and_idle_counts_from_the_first_lease() -> N
 class Inside:
     """What the engine asks of vLLM, which has aborted a request a while after its task was cancelled."""
 
-    max_model_len, vocabulary, death = 64, 64, ""
+    max_model_len, vocabulary, death, runner = 64, 64, "", "V1"
 
     def __init__(self) -> None:
         self.tokens: dict[str, int] = {}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench
-from policy_worker.model.head import Head
-from policy_worker.model.logprobs import TokenOutputs, token_logprobs
+from policy_worker.model.logits.head import Head
+from policy_worker.model.logits.logprobs import TokenOutputs, token_logprobs
 
 TOKENS = (4096, 16384)
 

@@ -104,9 +104,9 @@ class PrecisionKeys(Section):
         "FSDP shards modules of at least this many parameters, less those of such modules within; 0: by layer.",
         acts="number: Which modules FSDP shards one by one.")
     fsdp_accumulation: Literal["sharded", "whole"] = key("sharded",
-        "How the gradients of several micro-batches add up to an optimizer step. `sharded`: each is reduced, so that "
-        "a rank keeps those of its shard. `whole`: they are reduced once, until which a rank keeps those of all "
-        "parameters that it gathers, in fsdp_reduce_dtype; faster where networks are slow.",
+        "How gradients add up over micro-batches. `sharded`: each is reduced, so that a rank keeps those of its "
+        "shard. `whole`: they are reduced once, until which a rank keeps those of all parameters that it gathers, in "
+        "fsdp_reduce_dtype; faster where networks are slow.",
         acts="number: Whether a backward reduces gradients.")
     overlap_grad_reduce: bool = key(True,
         "Whether gradients are reduced while backward goes on. False: all at once after it, until which each rank "

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 
 from launcher.plan.machine import find_capacity, host_memory, parse_gpus
-from launcher.preflight.memory import (
+from launcher.preflight.memory import size_text, trainer
+from launcher.preflight.models import LocalModel, Shape
+from launcher.preflight.serving_memory import (
     host_copy,
     published_on_device,
     rollout_cache,
     rollout_weights,
-    size_text,
     snapshots,
-    trainer,
 )
-from launcher.preflight.models import LocalModel, Shape
 from schema.config.sections.policy import LoraConfig
 from schema.config.sections.teacher import TeacherConfig
 from tests.launcher.samples import config
@@ -96,6 +95,8 @@ MEMORY: list[tuple[Any, LocalModel, int, int, dict[str, int | None]]] = [
     (on_mesh(tp_size=2), MODEL, 2, 1, {ACTIVATIONS: 20 * 4 * (2 * 8 + 48 + (48 + 48) // 2)}),
     (on_mesh(tp_size=2), MODEL, 2, 1, {OUTPUT: (4 * 20 * 20 + 4 * 20 * 8) // 2}),
     (on_mesh(tp_size=2, dp_shard_size=2), MODEL, 4, 2, {WEIGHTS: 1000, GATHERED: 2 * (200 + 2 * 400), WHOLE: 0}),
+    # in a type of its own the gradient of logits is there next to them, and that of the matrix adds up
+    (job(**HALF), MODEL, 1, 1, {OUTPUT: (4 + 2) * 40 * 20 + 4 * 20 * 8}),
     # ranks that share sequences
     (on_mesh(cp_size=2), MODEL, 2, 1, {ACTIVATIONS: 10 * 4 * (2 * 8 + PER_LAYER), OUTPUT: 4 * 10 * 20 + 4 * 20 * 8}),
     (on_mesh(cp_size=2), MODEL, 2, 1, {GATHERED: 4 * (200 + 2 * 400), WHOLE: 0}),

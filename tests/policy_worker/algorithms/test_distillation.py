@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from policy_worker.algorithms.distillation import reverse_kl_advantage, reverse_kl_estimate, top_k_jsd
-from policy_worker.model.head import Head
-from policy_worker.model.logprobs import logprobs_at, top_tokens
+from policy_worker.model.logits.head import Head
+from policy_worker.model.logits.logprobs import logprobs_at, top_tokens
 
 K, V, D = 7, 11, 5
 

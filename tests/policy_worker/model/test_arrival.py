@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from policy_worker.model.arrival import _in_one_copy, on_device
-from policy_worker.model.drawn import KeptSets, Reshaping
+from policy_worker.model.logits.drawn import KeptSets, Reshaping
 from policy_worker.model.micro_batch import BatchLayout, Mixtures, Segment, TrainSample, collate
 
 TYPES = [torch.int64, torch.int32, torch.int16, torch.float32, torch.bool, torch.uint8, torch.float64]

@@ -27,8 +27,8 @@ from transformers import (
 from policy_worker.checkpoints.export import ExportNames, write_export
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention
-from policy_worker.model.head import Head
 from policy_worker.model.load import load_model
+from policy_worker.model.logits.head import Head
 from policy_worker.model.micro_batch import BatchLayout, collate
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.prepare import _check_parts, _check_pieces, prepare_model

@@ -28,8 +28,8 @@ from transformers import (
 
 from policy_worker.errors import SettingsError
 from policy_worker.model import probe
-from policy_worker.model.head import Head
 from policy_worker.model.load import ModelSource, load_model
+from policy_worker.model.logits.head import Head
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.prepare import prepare_model
 from policy_worker.parallel.rank_group import RankGroup

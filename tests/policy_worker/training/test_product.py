@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from policy_worker.model.logprobs import TokenOutputs
+from policy_worker.model.logits.logprobs import TokenOutputs
 from policy_worker.model.micro_batch import MicroBatch
 from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.training.columns import LEFT_OUT

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 
-from policy_worker.model.drawn import Reshaping
+from policy_worker.model.logits.drawn import Reshaping
 from policy_worker.model.micro_batch import BatchLayout, TrainSample, collate
 from policy_worker.model.model import PolicyModel
 from policy_worker.model.prepare import prepare_model

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launcher.preflight.memory import KEPT_SHARE
+from launcher.preflight.serving_memory import KEPT_SHARE
 from tests.support.devices import DEVICE
 from tests.support.effort import examples
 from tests.weight_sync.helpers import all_bits

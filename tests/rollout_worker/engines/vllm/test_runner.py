@@ -158,7 +158,7 @@ ASSUMPTIONS: dict[str, dict[str, tuple[Source, ...]]] = {
             Source(SAMPLERS["V2"], "Sampler.apply_sampling_params", ("torch.empty_like(logits,", ".copy_(logits)")),
         ),
     },
-    # `adapter.kept_sets`, `policy_worker.model.drawn`
+    # `adapter.kept_sets`, `policy_worker.model.logits.drawn`
     "penalties, temperature, min_p, top_k and top_p act in this order": {
         "V1": (
             Source(SAMPLERS["V1"], "Sampler.forward", ("self.apply_logits_processors(", "self.sample(")),

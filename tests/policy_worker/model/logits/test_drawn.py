@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from policy_worker.errors import BadBatchError, SettingsError
-from policy_worker.model.drawn import DrawnContext, KeptSets, Reshaping, drawn_of
-from policy_worker.model.head import Head
-from policy_worker.model.logprobs import Beside, token_kl, token_logprobs
+from policy_worker.model.logits.drawn import DrawnContext, KeptSets, Reshaping, drawn_of
+from policy_worker.model.logits.head import Head
+from policy_worker.model.logits.logprobs import Beside, token_kl, token_logprobs
 
 V, D = 23, 6
 

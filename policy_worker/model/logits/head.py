@@ -2,7 +2,7 @@
 
     z = s (h Wᵀ + b) / T,  or under a cap c: c tanh(s (h Wᵀ + b) / c) / T
 
-`policy_worker.model.logprobs` computes log-probs, entropies and KLs from it.
+`policy_worker.model.logits.logprobs` computes log-probs, entropies and KLs from it.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ up over them; with chunks of ids it is the other way round. What is the smaller 
 are of tokens where only h has a gradient, and where z is made of whole rows of logits. Then the last chunk of forward
 is the first of backward, and is not computed again.
 
-Where tokens were drawn from another distribution than this one, z is what `policy_worker.model.drawn` makes of the
-logits. Ids that could not be drawn have probability 0 and z = `LEAST` instead of −∞, so that 0 · z = 0.
+Where tokens were drawn from another distribution than this one, z is what `policy_worker.model.logits.drawn` makes of
+the logits. Ids that could not be drawn have probability 0 and z = `LEAST` instead of −∞, so that 0 · z = 0.
 
 Where the rows of W are spread over ranks, each computes z of its own ids. The largest z, Σ exp z and the means over p
 of parts of a vocabulary make those of the whole, so ranks exchange a few numbers for each token, once for all chunks,
@@ -29,7 +29,6 @@ and in backward the sum of the gradients of h.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -37,11 +36,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from policy_worker.model.drawn import Drawn, places_of
-from policy_worker.model.head import Head, logits_into, new_like
-from policy_worker.model.softmax import Fused, LogitForm, Slopes, combined, statistics_of
+from policy_worker.model.logits.drawn import Drawn, places_of
+from policy_worker.model.logits.head import Head, logits_into, new_like
+from policy_worker.model.logits.softmax import Fused, LogitForm, Slopes, combined, statistics_of
+from schema.util.gpus import logits_at_once
 
-LEAST_CHUNK, MOST_CHUNK = 2**25, 2**28
 LEAST = -1e30
 
 
@@ -299,7 +298,7 @@ class _Logits:
 
 
 class _FusedLogits:
-    """As `_Logits`, by functions that a compiler makes one pass each of, from the product itself."""
+    """Does what `_Logits` does by functions that a compiler makes one pass each of, from the product itself."""
 
     def __init__(self, how: _How, tiles: Sequence[_Tile]) -> None:
         self._how, self._last = how, tiles[-1] if tiles else None
@@ -376,16 +375,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, alone: bool) -> None:
 
 
 def chunk_of(device: torch.device) -> int:
-    """Logits in memory at once: on a CPU 2^25 (128 MiB in float32), enough for products at full speed and small next
-    to a model; on a GPU so many that they take a 128th of its memory, down to a power of two, from 2^25 to 2^28."""
-    if device.type != "cuda":
-        return LEAST_CHUNK
-    return chunk_within(torch.cuda.get_device_properties(device).total_memory)
-
-
-def chunk_within(memory: int) -> int:
-    """`chunk_of` a GPU with so many bytes: the same on all of its kind, however full they are."""
-    return min(MOST_CHUNK, max(LEAST_CHUNK, 2 ** int(math.log2(max(memory, 1) / 512))))
+    """Logits in memory at once; see `schema.util.gpus.logits_at_once`."""
+    return logits_at_once(torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0)
 
 
 def _by_ids(tiles: Sequence[_Tile], hidden: Tensor, head: Head, how: _How, wanted: Sequence[bool]) -> bool:

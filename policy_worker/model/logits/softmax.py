@@ -1,7 +1,7 @@
-"""What is made of z, logits over a temperature, of some tokens: numbers that say enough of a row, and its gradient.
+"""Numbers that say enough of z, logits over a temperature, of some tokens; and the gradient of z.
 
-`policy_worker.model.logprobs` has the formulas. The largest z, Σ exp z and the means over p of parts of a vocabulary
-make those of the whole (`combined`).
+`policy_worker.model.logits.logprobs` has the formulas. The largest z, Σ exp z and the means over p of parts of a
+vocabulary make those of the whole (`combined`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from policy_worker.model.head import Head
+from policy_worker.model.logits.head import Head
 
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
 """Logits that are turned into probabilities at once. On a CPU they fit its second-level cache with what is made of
@@ -127,7 +127,7 @@ class LogitForm(NamedTuple):
 
     @staticmethod
     def of(head: Head, temperature: float) -> LogitForm:
-        """That of a head at a temperature."""
+        """Read it from a head, at a temperature."""
         if head.softcap is None:
             return LogitForm(head.scale / temperature, None)
         return LogitForm(head.scale / head.softcap, head.softcap / temperature)

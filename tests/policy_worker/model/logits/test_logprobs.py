@@ -3,17 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from policy_worker.model.head import Head, VocabularyShard
-from policy_worker.model.logprobs import (
-    LEAST_CHUNK,
-    MOST_CHUNK,
-    Beside,
-    chunk_of,
-    chunk_within,
-    token_kl,
-    token_logprobs,
-)
-from policy_worker.model.softmax import Fused
+from policy_worker.model.logits.head import Head, VocabularyShard
+from policy_worker.model.logits.logprobs import Beside, chunk_of, token_kl, token_logprobs
+from policy_worker.model.logits.softmax import Fused
+from schema.util.gpus import LEAST_LOGITS, MOST_LOGITS, logits_at_once
 from tests.policy_worker.ranks import start_ranks, wait_ranks
 from tests.support.devices import DEVICE, WITHOUT_GPU
 
@@ -46,7 +39,7 @@ def gradients(outputs, inputs, with_entropy: bool, with_logprobs: bool = True):
     return torch.autograd.grad(loss, inputs)
 
 
-@pytest.mark.parametrize("chunk_elements", [LEAST_CHUNK, 101 * 5, 1])
+@pytest.mark.parametrize("chunk_elements", [LEAST_LOGITS, 101 * 5, 1])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("parts", [(True, False), (True, True), (False, True)])
 @pytest.mark.usefixtures("way")
@@ -111,7 +104,7 @@ def test_no_tokens_still_reach_every_input():
     assert not grads[1].any()
 
 
-@pytest.mark.parametrize("chunk_elements", [LEAST_CHUNK, 101 * 10, 1])
+@pytest.mark.parametrize("chunk_elements", [LEAST_LOGITS, 101 * 10, 1])
 def test_kl_over_the_vocabulary_equals_the_plain_one(chunk_elements: int):
     hidden, weight, _ = material()
     states, matrix = ((hidden.flip(0) * 0.5)[:, :7].contiguous(), weight[:, :7].contiguous())  # of another width
@@ -148,7 +141,7 @@ def head_of(bias: bool, scale: float, softcap: float | None):
     return leaves, Head(weight, shift, scale, softcap), labels
 
 
-@pytest.mark.parametrize("chunk_elements", [LEAST_CHUNK, 11 * 3])
+@pytest.mark.parametrize("chunk_elements", [LEAST_LOGITS, 11 * 3])
 @pytest.mark.parametrize(("bias", "scale", "softcap"), FORMS)
 @pytest.mark.usefixtures("way")
 def test_shifted_scaled_and_capped_logits(bias, scale, softcap, chunk_elements: int):
@@ -253,10 +246,12 @@ def test_products_and_additions_by_chunks(trained: str, products: int, additions
     assert counted.passes < 14
 
 
-@pytest.mark.parametrize(("gib", "exponent"), [(8, 25), (16, 25), (24, 25), (40, 26), (80, 27), (141, 28), (288, 28)])
+@pytest.mark.parametrize(
+    ("gib", "exponent"), [(0, 25), (8, 25), (16, 25), (24, 25), (40, 26), (80, 27), (141, 28), (288, 28)]
+)
 def test_chunks_follow_the_memory_of_a_gpu(gib: int, exponent: int):
-    assert chunk_within(gib * 2**30) == 2**exponent
-    assert LEAST_CHUNK == chunk_of(torch.device("cpu")) <= 2**exponent <= MOST_CHUNK
+    assert logits_at_once(gib * 2**30) == 2**exponent
+    assert LEAST_LOGITS == chunk_of(torch.device("cpu")) <= 2**exponent <= MOST_LOGITS
 
 
 @pytest.mark.slow
