@@ -20,6 +20,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
@@ -306,8 +307,9 @@ def _of_torch(
     from torch.nn.attention.varlen import varlen_attn
 
     size = (-1 if window is None else window - 1, 0)
-    grouped = query.shape[1] != key.shape[1]
-    return cast(Tensor, varlen_attn(query, key, value, *sequences, scale=scale, window_size=size, enable_gqa=grouped))
+    # Before 2.12 it took fewer heads of keys without being told.
+    told = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    return cast(Tensor, varlen_attn(query, key, value, *sequences, scale=scale, window_size=size, **told))
 
 
 class Chosen:
