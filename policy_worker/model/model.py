@@ -17,6 +17,7 @@ from policy_worker.model import attention, sequence
 from policy_worker.model.attention import AttentionContext, Blocks, Outputs
 from policy_worker.model.logits.head import Head, VocabularyShard
 from policy_worker.model.logits.logprobs import Beside, TokenOutputs, token_logprobs
+from policy_worker.model.logits.softmax import Fused
 from policy_worker.model.micro_batch import MicroBatch, RoutingRecord
 from policy_worker.model.pretrained import StoredWeights
 from policy_worker.model.routing import RoutingReplay
@@ -191,6 +192,8 @@ class PolicyModel(Backbone):
         self.dropout = dropout or {}
         self.vocabulary_shard: VocabularyShard | None = None
         """Which rows of the output head this rank has, if not all."""
+        self.fused: Fused | None = None
+        """Compiled functions that its log-probs are computed by; None: there are none."""
         self._logits_form = _logits_form(lm.config)
 
     def forward(
@@ -212,7 +215,9 @@ class PolicyModel(Backbone):
         if not goes_to_head(entry):
             return picked
         labels = batch.of_piece(batch.labels)
-        outputs = token_logprobs(picked, self._head(), labels, temperature, drawn=batch.drawn, compared=compared)
+        outputs = token_logprobs(
+            picked, self._head(), labels, temperature, drawn=batch.drawn, compared=compared, fused=self.fused
+        )
         if more is not None:
             outputs = outputs._replace(more=more(picked, self._head()))
         return self._of_all(outputs._replace(hidden=picked) if with_hidden else outputs, batch)

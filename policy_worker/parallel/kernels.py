@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from policy_worker.errors import SettingsError
 from policy_worker.model import attention
-from policy_worker.model.logits import softmax
-from policy_worker.model.model import Backbone
+from policy_worker.model.logits.softmax import Fused
+from policy_worker.model.model import Backbone, PolicyModel
 from policy_worker.model.trainable import routers_of
 from schema.config.sections.train import FP8Config
 
@@ -39,7 +39,8 @@ def compile_layers(model: Backbone) -> None:
     One layer at a time, since hooks of FSDP2 are between them, and since layers that are alike then share one
     compiled code; those that tensor parallelism has cut have code of their own."""
     attention.hide_from_compiler()
-    softmax.fuse(partial(torch.compile, dynamic=True, backend=BACKEND))
+    if isinstance(model, PolicyModel):
+        model.fused = Fused.by(partial(torch.compile, dynamic=True, backend=BACKEND))
     layers, config = model.decoder_layers(), torch._dynamo.config
     # Layers of one class share them, whatever model they are of.
     config.recompile_limit += VARIANTS * len(layers)

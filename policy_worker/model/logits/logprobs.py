@@ -80,6 +80,7 @@ def token_logprobs(
     chunk_elements: int | None = None,
     drawn: Drawn | None = None,
     compared: Beside | None = None,
+    fused: Fused | None = None,
 ) -> TokenOutputs:
     """Log-probs (with gradient), entropy (with gradient) and correctness of `labels`.
 
@@ -92,8 +93,9 @@ def token_logprobs(
         chunk_elements: logits in memory at once; None: `chunk_of` the device.
         drawn: what else the labels were sampled with.
         compared: the model that the KL is to (with gradient, over the whole vocabulary); see `token_kl`.
+        fused: computes it where nothing is drawn or compared; None: operation after operation, as elsewhere.
     """
-    outputs = _outputs(hidden, head, labels[:, None], temperature, chunk_elements, drawn, compared)
+    outputs = _outputs(hidden, head, labels[:, None], temperature, chunk_elements, drawn, compared, fused)
     logprobs, entropy, correct, kl = outputs
     return TokenOutputs(logprobs.sum(1), entropy, correct[:, 0], kl)  # FSDP2 warns of a view
 
@@ -163,12 +165,13 @@ class _How(NamedTuple):
     elements: int
     drawn: Drawn | None = None
     other: Beside | None = None
+    fused: Fused | None = None
 
-    def logits(self, tiles: Sequence[_Tile], hidden: Tensor, ids: Tensor) -> _Logits | _FusedLogits:
-        """Room and functions for the logits of tiles, and ids [K, k] of them."""
-        if Fused.used and self.drawn is None and self.other is None and ids.shape[1] == 1:
-            return _FusedLogits(self, tiles)
-        return _Logits(self, tiles, hidden)
+    def logits(self, tiles: Sequence[_Tile], hidden: Tensor) -> _Logits | _FusedLogits:
+        """Room and functions for the logits of tiles."""
+        return (
+            _Logits(self, tiles, hidden) if self.fused is None else _FusedLogits(self.fused, self.temperature, tiles)
+        )
 
     def of_tokens(self, hidden: Tensor, head: Head) -> list[_Tile]:
         """Chunks of tokens, for all rows of the head: the same on all ranks that have a part of the vocabulary."""
@@ -189,6 +192,7 @@ def _outputs(
     chunk_elements: int | None,
     drawn: Drawn | None = None,
     compared: Beside | None = None,
+    fused: Fused | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
     """Log-probs of ids [K, k] and whether each is the likeliest; entropy and KL (None without `compared`), [K]."""
     matrices = 1 + (compared is not None) + (head.softcap is not None) + (drawn.matrices if drawn else 0)
@@ -197,7 +201,8 @@ def _outputs(
         compared = Beside(compared.hidden.to(other.weight.dtype), other)
     if drawn is not None and head.vocabulary is not None:
         drawn = drawn.among(head.first, len(head.weight))
-    how = _How(temperature, (chunk_elements or chunk_of(hidden.device)) // matrices, drawn, compared)
+    fused = fused if drawn is None and compared is None else None
+    how = _How(temperature, (chunk_elements or chunk_of(hidden.device)) // matrices, drawn, compared, fused)
     outputs: tuple[Tensor, Tensor, Tensor, Any] = _Outputs.apply(hidden, *head[:2], ids, head, how)
     return outputs
 
@@ -213,7 +218,7 @@ class _Outputs(torch.autograd.Function):
         numbers, (places, here) = new_like(hidden, n + ids.shape[1], len(hidden)), _places(ids, head)
         tiles = how.of_tokens(hidden, head)
         by_ids = _by_ids(tiles, hidden, head, how, ctx.needs_input_grad)
-        logits = how.logits(tiles, hidden, ids)
+        logits = how.logits(tiles, hidden)
         for tile in tiles:
             part = tile.tokens
             numbers[:n, part], at = logits.numbers(tile, hidden, head, places[part])
@@ -240,7 +245,7 @@ class _Outputs(torch.autograd.Function):
         head, how, logits = ctx.head._replace(weight=weight, bias=bias), ctx.how, ctx.logits
         ctx.logits = None  # becomes a gradient: a second backward computes it again
         tiles = how.of_ids(hidden, head) if ctx.by_ids else how.of_tokens(hidden, head)[::-1]
-        logits = logits or how.logits(tiles, hidden, ids)
+        logits = logits or how.logits(tiles, hidden)
         factor = head.scale / how.temperature
         slopes = Slopes.of(of_logprobs, of_entropy, of_kl, statistics, factor)
         of_labels = new_like(hidden, *ids.shape).zero_() if of_logprobs is None else of_logprobs * factor
@@ -300,28 +305,30 @@ class _Logits:
 class _FusedLogits:
     """Does what `_Logits` does by functions that a compiler makes one pass each of, from the product itself."""
 
-    def __init__(self, how: _How, tiles: Sequence[_Tile]) -> None:
-        self._how, self._last = how, tiles[-1] if tiles else None
+    def __init__(self, fused: Fused, temperature: float, tiles: Sequence[_Tile]) -> None:
+        self._fused, self._temperature = fused, temperature
+        self._last = tiles[-1] if tiles else None
         self._there: tuple[_Tile, Tensor] | None = None
 
     def numbers(self, tile: _Tile, hidden: Tensor, head: Head, places: Tensor) -> tuple[Tensor, Tensor]:
         product, form = self._product(tile, hidden, head), self._form(head)
         self._there = (tile, product) if tile is self._last else None
-        return Fused.statistics(product, form), form.z(product.gather(1, places))
+        return self._fused.statistics(product, form), form.z(product.gather(1, places))
 
     def gradient(
         self, tile: _Tile, hidden: Tensor, head: Head, slopes: Slopes, places: Tensor, of_labels: Tensor
     ) -> Tensor:
         there, self._there = self._there, None
         product = there[1] if there is not None and there[0] == tile else self._product(tile, hidden, head)
-        return Fused.gradient(product, self._form(head), slopes.of_part(tile.tokens), places[:, 0], of_labels[:, 0])
+        of_tokens, form = slopes.of_part(tile.tokens), self._form(head)
+        return self._fused.gradient(product, form, of_tokens, places[:, 0], of_labels[:, 0])
 
     def _product(self, tile: _Tile, hidden: Tensor, head: Head) -> Tensor:
         rows = head.rows(tile.ids)
         return torch.nn.functional.linear(hidden[tile.tokens], rows.weight, rows.bias)
 
     def _form(self, head: Head) -> LogitForm:
-        return LogitForm.of(head, self._how.temperature)
+        return LogitForm.of(head, self._temperature)
 
 
 class _HeadGradients:

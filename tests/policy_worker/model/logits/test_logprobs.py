@@ -12,9 +12,9 @@ from tests.support.devices import DEVICE, WITHOUT_GPU
 
 
 @pytest.fixture(params=[False, True], ids=["in blocks", "fused"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def fused(request: pytest.FixtureRequest) -> Fused | None:
     """Both ways of computing, the second by the functions that a compiler is given."""
-    monkeypatch.setattr(Fused, "used", request.param)
+    return Fused() if request.param else None
 
 
 def plain(hidden, weight, labels, temperature):
@@ -42,11 +42,12 @@ def gradients(outputs, inputs, with_entropy: bool, with_logprobs: bool = True):
 @pytest.mark.parametrize("chunk_elements", [LEAST_LOGITS, 101 * 5, 1])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("parts", [(True, False), (True, True), (False, True)])
-@pytest.mark.usefixtures("way")
-def test_equal_to_plain_log_softmax(chunk_elements: int, temperature: float, parts: tuple[bool, bool]):
+def test_equal_to_plain_log_softmax(
+    chunk_elements: int, temperature: float, parts: tuple[bool, bool], fused: Fused | None
+):
     hidden, weight, labels = material()
     inputs = (hidden.requires_grad_(), weight.requires_grad_())
-    ours = token_logprobs(hidden, Head(weight), labels, temperature, chunk_elements)
+    ours = token_logprobs(hidden, Head(weight), labels, temperature, chunk_elements, fused=fused)
     theirs = plain(hidden, weight, labels, temperature)
     for found, expected in zip(ours[:2], theirs, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -57,11 +58,11 @@ def test_equal_to_plain_log_softmax(chunk_elements: int, temperature: float, par
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.usefixtures("way")
-def test_only_the_log_probs_used():
+def test_only_the_log_probs_used(fused: Fused | None):
     hidden, weight, labels = material()
     hidden.requires_grad_()
-    (found,) = torch.autograd.grad(token_logprobs(hidden, Head(weight), labels).logprobs.sum(), [hidden])
+    ours = token_logprobs(hidden, Head(weight), labels, fused=fused)
+    (found,) = torch.autograd.grad(ours.logprobs.sum(), [hidden])
     (expected,) = torch.autograd.grad(plain(hidden, weight, labels, 1.0)[0].sum(), [hidden])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -82,11 +83,10 @@ def test_correctness_is_whether_the_label_is_likeliest():
     assert token_logprobs(hidden, Head(weight), labels).correct.tolist() == (labels == best).tolist()
 
 
-@pytest.mark.usefixtures("way")
-def test_low_precision_is_computed_in_float32():
+def test_low_precision_is_computed_in_float32(fused: Fused | None):
     hidden, weight, labels = material(dtype=torch.bfloat16)
     hidden.requires_grad_()
-    outputs = token_logprobs(hidden, Head(weight), labels, 0.5)
+    outputs = token_logprobs(hidden, Head(weight), labels, 0.5, fused=fused)
     assert outputs.logprobs.dtype == outputs.entropy.dtype == torch.float32
     exact = torch.log_softmax((hidden @ weight.T).float() / 0.5, dim=1)
     torch.testing.assert_close(outputs.logprobs, exact.gather(1, labels[:, None])[:, 0], rtol=1e-6, atol=1e-6)
@@ -95,11 +95,10 @@ def test_low_precision_is_computed_in_float32():
     assert hidden.grad.dtype == torch.bfloat16
 
 
-@pytest.mark.usefixtures("way")
-def test_no_tokens_still_reach_every_input():
+def test_no_tokens_still_reach_every_input(fused: Fused | None):
     hidden, weight, labels = material(k=0)
     inputs = (hidden.requires_grad_(), weight.requires_grad_())
-    grads = torch.autograd.grad(token_logprobs(hidden, Head(weight), labels).logprobs.sum(), inputs)
+    grads = torch.autograd.grad(token_logprobs(hidden, Head(weight), labels, fused=fused).logprobs.sum(), inputs)
     assert grads[0].shape == (0, 16)
     assert not grads[1].any()
 
@@ -143,7 +142,6 @@ def head_of(bias: bool, scale: float, softcap: float | None):
 
 @pytest.mark.parametrize("chunk_elements", [LEAST_LOGITS, 11 * 3])
 @pytest.mark.parametrize(("bias", "scale", "softcap"), FORMS)
-@pytest.mark.usefixtures("way")
 def test_shifted_scaled_and_capped_logits(bias, scale, softcap, chunk_elements: int):
     leaves, head, labels = head_of(bias, scale, softcap)
     log_p = naive_log_p(leaves[0], head, 0.7)
@@ -167,14 +165,13 @@ def test_shifted_scaled_and_capped_logits(bias, scale, softcap, chunk_elements: 
 
 
 @pytest.mark.parametrize(("bias", "scale", "softcap"), FORMS)
-@pytest.mark.usefixtures("way")
-def test_gradients_are_those_of_finite_differences(bias, scale, softcap):
+def test_gradients_are_those_of_finite_differences(bias, scale, softcap, fused: Fused | None):
     leaves, head, labels = head_of(bias, scale, softcap)
     other = Beside(leaves[0].detach().flip(0), Head(head.weight.detach() * 0.5, softcap=2.0))
 
     def outputs(hidden, weight, shift=None):
         given = Head(weight, shift, scale, softcap)
-        found = token_logprobs(hidden, given, labels, 0.7, 11 * 3)
+        found = token_logprobs(hidden, given, labels, 0.7, 11 * 3, fused=fused)
         return found.logprobs, found.entropy, token_kl(hidden, given, other, 0.7, 11 * 6)
 
     assert torch.autograd.gradcheck(outputs, leaves)
