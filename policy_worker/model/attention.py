@@ -307,9 +307,10 @@ def _of_torch(
     from torch.nn.attention.varlen import varlen_attn
 
     size = (-1 if window is None else window - 1, 0)
-    # Before 2.12 it took fewer heads of keys without being told.
-    told = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in signature(varlen_attn).parameters else {}
-    return cast(Tensor, varlen_attn(query, key, value, *sequences, scale=scale, window_size=size, **told))
+    asked: dict[str, Any] = {"scale": scale, "window_size": size}
+    if "enable_gqa" in signature(varlen_attn).parameters:  # before 2.12 it took fewer heads of keys in any case
+        asked["enable_gqa"] = query.shape[1] != key.shape[1]
+    return cast(Tensor, varlen_attn(query, key, value, *sequences, **asked))
 
 
 class Chosen:

@@ -18,8 +18,8 @@ from torch import Tensor
 from policy_worker.model.logits.drawn import Reshaping, drawn_of
 from policy_worker.model.logits.head import Head, VocabularyShard
 from policy_worker.model.logits.logprobs import Beside, logprobs_at, token_kl, token_logprobs, top_tokens
-from tests.policy_worker.model.test_drawn import CASES, V, make_contexts
-from tests.policy_worker.model.test_logprobs import naive_log_p
+from tests.policy_worker.model.logits.test_drawn import CASES, V, make_contexts
+from tests.policy_worker.model.logits.test_logprobs import naive_log_p
 from tests.policy_worker.ranks import joined
 
 UNEVEN = {2: [15, 8], 4: [7, 3, 12, 1]}
