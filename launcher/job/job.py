@@ -213,7 +213,10 @@ class Job:
     async def _launch_after(self, replica: PlacedReplica, engines: frozenset[str]) -> None:
         names = ", ".join(sorted(engines))
         self.event(f"{replica.name} starts when {names}, on the same GPUs, has measured their memory")
-        await self.watch.until_booted(engines)
+        try:
+            await self.watch.until_booted(engines)
+        except Exception:  # then its own check of memory decides
+            log.exception("cannot tell whether %s has booted: %s starts now", names, replica.name)
         if not self.scaling.over:
             self.supervisor.launch(replica)
 

@@ -123,16 +123,18 @@ class Blocks:
         self.all = tuple(blocks)
         self._starts = starts
         self._shares = any(block.shared for block in blocks)
+        self._sequences: Sequences | None = None
         self._padded: dict[Block, tuple[Tensor, Tensor]] = {}
         self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
 
     def sequences(self, device: torch.device) -> Sequences:
         """Describe what a kernel attends within: the shared positions of a block, and each sample behind them."""
-        lengths = _lengths_of(self.all)
-        if self._starts is None:
-            self._starts = torch.from_numpy(starts_of(self.all)).to(device)
-        longest = (max((pair[side] for pair in lengths), default=0) for side in (0, 1))
-        return Sequences(self._starts[0], self._starts[1], *longest)
+        if self._sequences is None:
+            lengths = _lengths_of(self.all)
+            longest = (max((pair[side] for pair in lengths), default=0) for side in (0, 1))
+            starts = torch.from_numpy(starts_of(self.all)).to(device) if self._starts is None else self._starts
+            self._sequences = Sequences(*starts.clone(), *longest)  # whole storages may be kept for backward
+        return self._sequences
 
     def keys_of(self, row: Tensor) -> Tensor:
         """Keys or values of the sequences, [T, H, D], of those of the row [L, H, D]: shared ones again for each
@@ -212,17 +214,18 @@ def attend(
         raise ValueError("it has layers with attention sinks")
     if context is not None:
         query, key, value = context.to_heads(query, key, value)
-    if attention_mask is None and has_kernel(query, key, value):
+    form = _Form(scaling, sliding_window, options.get("softcap"))
+    if attention_mask is None and form.cap is None and has_kernel(query, key, value):
         outputs = _at_once(query, key, value, blocks, scaling, sliding_window)
     elif blocks is not None:
         row = tuple(tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [L, H, D]
-        parts = [part for block in blocks.all for part in _within(blocks, block, row, scaling, sliding_window)]
+        parts = [part for block in blocks.all for part in _within(blocks, block, row, form)]
         outputs = _lengthened(torch.cat(parts), query.shape[2])
     else:
         mask = attention_mask
         if mask is None:
             mask = _mask(0, query.shape[2], sliding_window, query.device)
-        outputs = _attention(query, key, value, mask, scaling, sliding_window).transpose(1, 2)
+        outputs = _attention(query, key, value, mask, form).transpose(1, 2)
     return outputs if context is None else context.to_positions(outputs), None
 
 
@@ -247,39 +250,45 @@ def _at_once(
     return _lengthened(Chosen.kernel(query, key, value, blocks.sequences(device), scale, window), length)
 
 
-def _within(
-    blocks: Blocks, block: Block, row: tuple[Tensor, ...], scale: float | None, window: int | None
-) -> list[Tensor]:
+def _within(blocks: Blocks, block: Block, row: tuple[Tensor, ...], form: _Form) -> list[Tensor]:
     """The outputs of a block, [n, H, D], in the order of the row, by kernels that take sequences of one length."""
     outputs = []
     shared = [tensor[block.start : block.start + block.shared].transpose(0, 1)[None] for tensor in row]
     device = row[0].device
     if block.shared:
         query, key, value = shared
-        mask = blocks.mask(0, block.shared, window, device)
-        outputs.append(_attention(query, key, value, mask, scale, window)[0].transpose(0, 1))
+        mask = blocks.mask(0, block.shared, form.window, device)
+        outputs.append(_attention(query, key, value, mask, form)[0].transpose(0, 1))
     if any(block.lengths):
         own, back = blocks.padded(block, device)
         query, key, value = (
             tensor.index_select(0, own).unflatten(0, (len(block.lengths), -1)).transpose(1, 2) for tensor in row
         )
-        mask = blocks.mask(block.shared, query.shape[2], window, device)
+        mask = blocks.mask(block.shared, query.shape[2], form.window, device)
         if block.shared:
             pairs = zip(shared[1:], (key, value), strict=True)
             key, value = (
                 torch.cat([prompt.expand(len(response), -1, -1, -1), response], 2) for prompt, response in pairs
             )
-        out = _attention(query, key, value, mask, scale, window)
+        out = _attention(query, key, value, mask, form)
         outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, back))
     return outputs
 
 
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, window: int | None
-) -> Tensor:
+class _Form(NamedTuple):
+    """How scores are made: their factor, how far back a position sees, and at what they are capped."""
+
+    scale: float | None
+    window: int | None
+    cap: float | None
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form: _Form) -> Tensor:
     """[R, H, n, D] of queries [R, H, n, D], keys and values [R, H', m, D]: the last n of m positions, each of which
     sees up to itself, or the last `window` of these; mask says the same, None without a window where n is m."""
-    grouped = query.shape[1] != key.shape[1]
+    grouped, scale = query.shape[1] != key.shape[1], form.scale
+    if form.cap is not None:
+        return _capped(query, key, value, mask, form)
     if query.is_cuda:
         _say_slow(query.dtype, query.shape[-1], value.shape[-1])
         if grouped:  # of torch's kernels for these types and sizes only the slowest takes fewer heads of keys
@@ -288,6 +297,18 @@ def _attention(
     return scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form: _Form) -> Tensor:
+    """As `_attention`, with scores s of which c tanh(s / c) counts. PyTorch has no kernel for it."""
+    assert form.cap is not None
+    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if form.scale is None else form.scale)
+    scores = form.cap * (scores / form.cap).tanh()
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_()
+    accurate = torch.promote_types(scores.dtype, torch.float32)
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1, accurate).to(value.dtype) @ value
 
 
 # ---- kernels that take sequences of any length ------------------------------------------------------------------
@@ -304,13 +325,18 @@ def _of_torch(
     query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float | None, window: int | None
 ) -> Tensor:
     """FlashAttention 2 as PyTorch has it. Causal queries are the last ones of the keys' positions there, too."""
+    function, asks = _varlen_of_torch()
+    size = (-1 if window is None else window - 1, 0)
+    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if asks else {}
+    return cast(Tensor, function(query, key, value, *sequences, scale=scale, window_size=size, **grouped))
+
+
+@cache
+def _varlen_of_torch() -> tuple[Callable[..., Any], bool]:
+    """Import it; whether it asks if there are fewer heads of keys, which before 2.12 it took in any case."""
     from torch.nn.attention.varlen import varlen_attn
 
-    size = (-1 if window is None else window - 1, 0)
-    asked: dict[str, Any] = {"scale": scale, "window_size": size}
-    if "enable_gqa" in signature(varlen_attn).parameters:  # before 2.12 it took fewer heads of keys in any case
-        asked["enable_gqa"] = query.shape[1] != key.shape[1]
-    return cast(Tensor, varlen_attn(query, key, value, *sequences, **asked))
+    return varlen_attn, "enable_gqa" in signature(varlen_attn).parameters
 
 
 class Chosen:

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 PROBE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Largest difference of two ways to the same logits: far above rounding, far below a softcap or a leak."""
+PLAIN = "eager"
+"""The name in transformers of the attention that computes all that a model defines."""
 
 
 Found = TypeVar("Found")
@@ -58,8 +60,7 @@ def prepare_model(
 
     Raises `SettingsError`: they are not, or the model does not have these parts."""
     lm = model.lm
-    if lead(lambda: _prove(model, packed, pieces, parted)):
-        lm.set_attn_implementation(attention.NAME)
+    lm.set_attn_implementation(lead(lambda: _prove(model, packed, pieces, parted)))
     spare_memory(model, recompute, parts, on_host)
     lm.train()
     return model
@@ -82,8 +83,8 @@ def spare_memory(model: Backbone, recompute: bool, parts: Sequence[str] = (), on
         activations.keep_on_host(layer)
 
 
-def _prove(model: Backbone, packed: bool, pieces: int, parted: bool) -> bool:
-    """Whether its attention takes blocks. Raises `SettingsError` as `prepare_model`."""
+def _prove(model: Backbone, packed: bool, pieces: int, parted: bool) -> str:
+    """The name of the attention that it is to have. Raises `SettingsError` as `prepare_model`."""
     if model.weights is None:
         return _prove_on(model, packed, pieces, parted)
     return on_copy(model, lambda copy: _prove_on(copy, packed, pieces, parted, random=True))
@@ -106,11 +107,12 @@ def on_copy(model: AnyModel, find: Callable[[AnyModel], Found], layers: int = 1)
 
 
 @torch.no_grad()
-def _prove_on(model: Backbone, packed: bool, pieces: int, parted: bool, *, random: bool = False) -> bool:
+def _prove_on(model: Backbone, packed: bool, pieces: int, parted: bool, *, random: bool = False) -> str:
     lm = model.lm.eval()
     refused = _use_blocks(model)
     if refused:
         log.info("prompts are computed for each sample: %s: %.300s", type(lm).__name__, refused)
+        _leave_nothing_out(model)
     if parted:
         _check_parts(model, refused)
     if pieces > 1:
@@ -123,7 +125,26 @@ def _prove_on(model: Backbone, packed: bool, pieces: int, parted: bool, *, rando
             logits = lm(ids, position_ids=positions, use_cache=False).logits
             probe.enlarge_logits(lm.get_output_embeddings(), logits)
         _check_head(model)
-    return model.takes_blocks
+    return str(lm.config._attn_implementation)
+
+
+@torch.no_grad()
+def _leave_nothing_out(model: Backbone) -> None:
+    """Let the model compute its attention one operation after the other, where the one that transformers chose leaves
+    out something of it, such as a cap."""
+    lm, usual = model.lm, model.lm.config._attn_implementation
+    ids, positions = probe_of(model, 8)
+    chosen = model._hidden(ids, positions)
+    try:
+        lm.set_attn_implementation(PLAIN)
+        error = distance(chosen, model._hidden(ids, positions))
+    except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as refusal:
+        log.info("the attention of %s cannot be compared: %.300s", type(lm).__name__, refusal)
+        error = 0.0
+    if error > PROBE_TOLERANCE[chosen.dtype]:
+        log.info('the attention of %s is "%s": "%s" leaves out a part of it', type(lm).__name__, PLAIN, usual)
+    else:
+        lm.set_attn_implementation(usual)
 
 
 @torch.no_grad()
@@ -147,6 +168,7 @@ def _use_blocks(model: Backbone) -> str:
         parts = (slice(0, 8), slice(5, 8), slice(0, 8))
         row, places = (torch.cat([whole[:, part] for part in parts], 1) for whole in (ids, positions))
         with _narrow(lm, 3):
+            lm.set_attn_implementation(PLAIN)
             expected = model._hidden(ids, positions)
             lm.set_attn_implementation(attention.NAME)
             in_row = model._hidden(row, places, blocks)

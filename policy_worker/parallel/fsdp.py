@@ -160,12 +160,13 @@ def set_last_micro_batch(model: Backbone, last: bool) -> None:
     """Say of which micro-batch of an optimizer step the next backward is.
 
     Gradients are reduced in the backward of each, or of the last one; or after that, by `reduce_gradients`. Copies
-    of shards are added up once, after the last one."""
+    of shards are added up with the last one; of the stages of a pipeline with each, since the last backward of a
+    stage may be an earlier one than that of the rank."""
     if isinstance(model, FSDPModule):
         sharded = cast(FSDPModule, model)
         reduces = last or model.reduces_each
         sharded.set_requires_gradient_sync(reduces and not model.reduces_late)
-        sharded.set_requires_all_reduce(last and not model.reduces_late)
+        sharded.set_requires_all_reduce((last or model.stages is not None) and not model.reduces_late)
         # Stages of a pipeline have other micro-batches on their way, whose order of layers is kept till the last one.
         sharded.set_is_last_backward(last or (model.reduces_each and model.stages is None))
 
@@ -180,5 +181,5 @@ def reduce_gradients(model: Backbone, last: bool = True) -> None:
     if isinstance(model, FSDPModule) and model.reduces_late and (last or model.reduces_each):
         sharded = cast(FSDPModule, model)
         sharded.set_requires_gradient_sync(True)
-        sharded.set_requires_all_reduce(last)
+        sharded.set_requires_all_reduce(last or model.stages is not None)
         fully_shard.state(model)._root_post_backward_final_callback()

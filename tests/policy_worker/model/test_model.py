@@ -227,6 +227,29 @@ def test_capped_scaled_and_shifted_logits_are_those_of_transformers(name: str):
         torch.testing.assert_close(a, b, rtol=0, atol=rounding(2e-5) * max(b.abs().max().item(), 1.0))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_capped_attention_is_that_of_the_definition(packed: bool):
+    """Which transformers' fused attention leaves out; in rows and in blocks."""
+    config = Gemma2Config(**TINY, head_dim=4, attn_logit_softcapping=0.02, query_pre_attn_scalar=1, sliding_window=3)
+    model = from_config(config)
+    _make_logits_large(model)
+    for layer in model.lm.model.layers:
+        layer.self_attn.q_proj.weight.data *= 20
+    model = prepare_model(model, packed=packed, recompute=False).to(DEVICE)
+    assert model.takes_blocks
+    found = model(collate([LONG, SHORT], [0, 1], BatchLayout(packed, 53, DEVICE))).logprobs
+    expected = {}
+    for name in ("eager", "sdpa"):
+        model.lm.set_attn_implementation(name)
+        rows = [torch.from_numpy(s.segments[0].token_ids.astype("int64"))[None].to(DEVICE) for s in (LONG, SHORT)]
+        log_p = [torch.log_softmax(model.lm(input_ids=ids).logits[0].float(), -1) for ids in rows]
+        picked = [p[:-1].gather(1, ids[0, 1:, None])[:, 0] for p, ids in zip(log_p, rows, strict=True)]
+        masks = [torch.from_numpy(s.segments[0].loss_mask[1:]) == 1 for s in (LONG, SHORT)]
+        expected[name] = torch.cat([p[mask] for p, mask in zip(picked, masks, strict=True)])
+    torch.testing.assert_close(found, expected["eager"], rtol=0, atol=rounding(5e-6))
+    assert (expected["sdpa"] - expected["eager"]).abs().max() > 1e-3, "the cap matters here"
+
+
 def _make_logits_large(model: PolicyModel) -> None:
     """Enough that a factor, a cap or a shift is far above rounding."""
     head = model.lm.get_output_embeddings()

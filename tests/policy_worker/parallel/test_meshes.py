@@ -250,6 +250,13 @@ MESHES: dict[Callable[[Mesh], list[dict[str, Any]]], list[Mesh]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
+def test_copies_of_several_stages_of_a_rank_are_added_up(tmp_path: Path, group: RankGroup):
+    """The last backward of one stage of a rank comes before that of another."""
+    case = staged(model("qwen3") | IN_STEPS, virtual_pp_size=2)
+    assert_one(tmp_path / "4", group, 4, {"pp": 2, "dp_replicate": 2}, [case])
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("cases", "mesh"),
