@@ -347,18 +347,21 @@ class Chosen:
 
 def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the attention of these is computed by `Chosen.kernel`, not with masks."""
-    width = query.shape[-1]
     return (
         query.is_cuda
         and takes_type(query.dtype, torch.cuda.get_device_capability(query.device))
-        and key.shape[-1] == value.shape[-1] == width <= WIDEST
-        and width % 8 == 0
+        and takes_heads(*(tensor.shape[-1] for tensor in (query, key, value)))
     )
 
 
 def takes_type(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     """Whether GPUs of this capability have a kernel for sequences of any length in this type."""
     return dtype in (torch.bfloat16, torch.float16) and capability >= OLDEST
+
+
+def takes_heads(*widths: int) -> bool:
+    """Whether these kernels take heads whose queries, keys and values are so wide."""
+    return len(set(widths)) <= 1 and all(width <= WIDEST and width % 8 == 0 for width in widths)
 
 
 @cache
@@ -387,6 +390,28 @@ def use_flash(version: int | None) -> None:
             f"leave it out"
         ) from error
     Chosen.kernel = staticmethod(flash_of(function, version))
+
+
+def try_kernel(version: int, windows: Sequence[int | None], device: torch.device) -> None:
+    """Compute some attention and its gradients by the chosen kernel: no version has all on every GPU.
+
+    windows: that the model's layers have.
+
+    Raises `SettingsError`: it cannot be computed."""
+    queries, keys = (torch.tensor(starts, dtype=torch.int32, device=device) for starts in ([0, 2, 5], [0, 3, 8]))
+    for window in windows:
+        query, key, value = (
+            torch.ones(length, heads, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+            for length, heads in ((5, 2), (8, 1), (8, 1))
+        )
+        try:
+            Chosen.kernel(query, key, value, Sequences(queries, keys, 3, 5), None, window).sum().backward()
+        except Exception as error:  # of any kind: compilers and kernels have their own
+            what = "attention" if window is None else "attention with a sliding window"
+            raise SettingsError(
+                f"train.fa_version = {version}: {FLASH[version]} cannot compute {what} and its gradient here "
+                f"({type(error).__name__}: {str(error)[:300]}): install another one, or leave it out"
+            ) from error
 
 
 def flash_of(function: Callable[..., Any], version: int) -> Kernel:

@@ -221,6 +221,10 @@ def _prepare(model: AnyModel, config: Config, mesh: ParallelismConfig, lead: Lea
             f"train.fa_version = {config.train.fa_version}: the attention of {type(model.lm).__name__} is not one "
             f"that FlashAttention computes here: leave it out"
         )
+    if config.train.fa_version is not None and torch.cuda.is_available():
+        config_of_text = model.lm.config.get_text_config()
+        windows = [None, *([4] if getattr(config_of_text, "sliding_window", None) else [])]
+        attention.try_kernel(config.train.fa_version, windows, torch.device("cuda"))
     return model
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from policy_worker.errors import BadBatchError, SettingsError
 from policy_worker.model.arrival import on_device
-from policy_worker.model.attention import LEAST_FILL, Block, starts_of, takes_type
+from policy_worker.model.attention import LEAST_FILL, Block, starts_of, takes_heads, takes_type
 from policy_worker.model.logits.drawn import Drawn, DrawnContext, KeptSets, Reshaping, drawn_of
 from schema.wire.sample import Sample
 
@@ -43,11 +43,12 @@ measured (`benchmarks/trainer/layouts.py`), and where a GPU has a kernel for seq
 whose attention needs masks for them, where it is a guess."""
 
 
-def least_spared(device: torch.device, dtype: torch.dtype) -> float:
-    """Which of the two holds for a model that computes in this type."""
-    if device.type == "cpu" or takes_type(dtype, torch.cuda.get_device_capability(device)):
+def least_spared(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> float:
+    """Which of the two holds for a model that computes in this type with heads of these widths."""
+    if device.type == "cpu":
         return LEAST_SPARED
-    return LEAST_SPARED_MASKED
+    has_kernel = takes_type(dtype, torch.cuda.get_device_capability(device)) and takes_heads(*widths)
+    return LEAST_SPARED if has_kernel else LEAST_SPARED_MASKED
 
 
 OWN = -1

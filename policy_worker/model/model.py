@@ -122,6 +122,13 @@ class Backbone(nn.Module):
         return bool(self.lm.config._attn_implementation == attention.NAME)
 
     @property
+    def head_widths(self) -> list[int]:
+        """Dimensions of the heads of queries, keys and values, as far as its configuration names them."""
+        named = self.lm.config.get_text_config()
+        names = ("qk_head_dim", "v_head_dim") if getattr(named, "v_head_dim", None) else ("head_dim",)
+        return [width for width in (getattr(named, name, None) for name in names) if width]
+
+    @property
     def vocabulary(self) -> int:
         """Number of token ids that have an embedding. Asked before the model is sharded."""
         return int(self.lm.get_input_embeddings().weight.shape[0])

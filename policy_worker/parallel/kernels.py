@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +40,27 @@ def compile_layers(model: Backbone) -> None:
     One layer at a time, since hooks of FSDP2 are between them, and since layers that are alike then share one
     compiled code; those that tensor parallelism has cut have code of their own."""
     attention.hide_from_compiler()
-    if isinstance(model, PolicyModel):
-        model.fused = Fused.by(partial(torch.compile, dynamic=True, backend=BACKEND))
     layers, config = model.decoder_layers(), torch._dynamo.config
     # Layers of one class share them, whatever model they are of.
-    config.recompile_limit += VARIANTS * len(layers)
-    config.accumulated_recompile_limit += VARIANTS * len(layers)
+    limits = [config.recompile_limit + VARIANTS * len(layers)]
+    limits += [config.accumulated_recompile_limit + VARIANTS * len(layers)]
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        inner = torch.compile(function, dynamic=True, backend=BACKEND)
+
+        @wraps(inner)
+        def call(*args: Any, **named: Any) -> Any:
+            # Limits are each thread's own, and autograd's computes gradients, and layers again.
+            if config.recompile_limit < limits[0]:
+                config.recompile_limit, config.accumulated_recompile_limit = limits
+            return inner(*args, **named)
+
+        return call
+
+    if isinstance(model, PolicyModel):
+        model.fused = Fused.by(compiled)
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True, backend=BACKEND)
+        layer.forward = compiled(layer.forward)
 
 
 def convert_to_fp8(model: Backbone, keys: FP8Config, *, emulate: bool = False) -> int:

@@ -69,7 +69,9 @@ class TrainedModel(ABC):
     ) -> None:
         self.group, self.schedule = group, schedule
         apart, device = device is not None, device or group.device
-        self.least_spared = least_spared(device, DTYPES[keys.param_dtype]) if takes_blocks else None
+        self.least_spared = (
+            least_spared(device, DTYPES[keys.param_dtype], model.head_widths) if takes_blocks else None
+        )
         """Part of a step's tokens from which on samples share their prompts; None: never."""
         sizes = group.sizes
         spared, piece = self.least_spared, sizes.piece(group.rank)

@@ -143,6 +143,30 @@ def test_types_that_a_gpu_has_a_kernel_for(dtype: torch.dtype, capability: tuple
     assert not has_kernel(*inputs(1, 4)), "on a CPU there is none"
 
 
+def test_a_version_that_cannot_compute_here_is_named(monkeypatch: pytest.MonkeyPatch):
+    """Before weights are read, and not in the first backward."""
+
+    def function(*tensors: Tensor, window_size: Any, **named: Any) -> Tensor:
+        if window_size != (None, None):
+            raise AssertionError("local not supported yet")
+        return documented(*tensors, window_size=window_size, **named)
+
+    monkeypatch.setattr(attention.Chosen, "kernel", staticmethod(flash_of(function, 4)))
+    device = torch.device("cpu")
+    attention.try_kernel(4, [None], device)
+    says = (
+        r"train.fa_version = 4: flash_attn.cute cannot compute attention with a sliding window.*AssertionError: local"
+    )
+    with pytest.raises(SettingsError, match=says):
+        attention.try_kernel(4, [None, 4], device)
+
+
+def test_heads_that_a_kernel_takes():
+    assert attention.takes_heads(128, 128, 128)
+    assert not attention.takes_heads(192, 192, 128)
+    assert not attention.takes_heads(512, 512, 512)
+
+
 def test_the_kernel_in_torch_is_called_with_what_it_declares():
     """Its operator for tensors without data, which has the shapes of the one on a GPU."""
     query, key, value = (tensor[0].transpose(0, 1).to("meta", torch.bfloat16) for tensor in inputs(1, 34))
