@@ -17,11 +17,8 @@ whole rows of some heads and takes its outputs back: blocks are of whole rows wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import cache
-from importlib import import_module
-from inspect import signature
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from policy_worker.errors import SettingsError
+from policy_worker.model import flash
+from policy_worker.model.flash import Sequences
 
 log = logging.getLogger(__name__)
 
@@ -99,18 +97,6 @@ class Block(NamedTuple):
         """Lengths of the parts of the row that sequences are made of: shared ones, and those of each sample, or all
         of them where none are shared."""
         return [self.shared, *filter(None, self.lengths)] if self.shared else [sum(self.lengths)]
-
-
-class Sequences(NamedTuple):
-    """S sequences of one row, for a kernel that takes all of them at once.
-
-    queries, keys: int32 [S + 1], where each begins, and the last one ends; the queries of a sequence are the last of
-    its keys' positions. longest_query, longest_key: the most that a sequence has."""
-
-    queries: Tensor
-    keys: Tensor
-    longest_query: int
-    longest_key: int
 
 
 class Blocks:
@@ -215,7 +201,7 @@ def attend(
     if context is not None:
         query, key, value = context.to_heads(query, key, value)
     form = _Form(scaling, sliding_window, options.get("softcap"))
-    if attention_mask is None and form.cap is None and has_kernel(query, key, value):
+    if attention_mask is None and form.cap is None and flash.has_kernel(query, key, value):
         outputs = _at_once(query, key, value, blocks, scaling, sliding_window)
     elif blocks is not None:
         row = tuple(tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [L, H, D]
@@ -243,11 +229,11 @@ def _at_once(
         starts = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
         sequences = Sequences(starts, starts, length, length)
         query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-        return Chosen.kernel(query, key, value, sequences, scale, window).unflatten(0, (rows, length))
+        return flash.Chosen.kernel(query, key, value, sequences, scale, window).unflatten(0, (rows, length))
     computed = sum(sum(block.pieces) for block in blocks.all)
     query, key, value = (tensor[0].transpose(0, 1)[:computed] for tensor in (query, key, value))
     key, value = blocks.keys_of(key), blocks.keys_of(value)
-    return _lengthened(Chosen.kernel(query, key, value, blocks.sequences(device), scale, window), length)
+    return _lengthened(flash.Chosen.kernel(query, key, value, blocks.sequences(device), scale, window), length)
 
 
 def _within(blocks: Blocks, block: Block, row: tuple[Tensor, ...], form: _Form) -> list[Tensor]:
@@ -290,7 +276,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, f
     if form.cap is not None:
         return _capped(query, key, value, mask, form)
     if query.is_cuda:
-        _say_slow(query.dtype, query.shape[-1], value.shape[-1])
+        flash.say_slow(query.dtype, query.shape[-1], value.shape[-1])
         if grouped:  # of torch's kernels for these types and sizes only the slowest takes fewer heads of keys
             key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
             grouped = False
@@ -300,7 +286,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, f
 
 
 def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form: _Form) -> Tensor:
-    """As `_attention`, with scores s of which c tanh(s / c) counts. PyTorch has no kernel for it."""
+    """Compute `_attention` of scores s of which c tanh(s / c) counts. PyTorch has no kernel for it."""
     assert form.cap is not None
     key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if form.scale is None else form.scale)
@@ -309,139 +295,6 @@ def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, form
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_()
     accurate = torch.promote_types(scores.dtype, torch.float32)
     return scores.masked_fill(~mask, -torch.inf).softmax(-1, accurate).to(value.dtype) @ value
-
-
-# ---- kernels that take sequences of any length ------------------------------------------------------------------
-
-FLASH = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
-"""The module of each version of FlashAttention."""
-Kernel = Callable[[Tensor, Tensor, Tensor, Sequences, float | None, int | None], Tensor]
-"""(queries [T, H, D], keys, values [T', H', D], sequences, scale, window) → [T, H, D], causal."""
-WIDEST, OLDEST = 256, (8, 0)
-"""The most dimensions of a head, and the least compute capability, that FlashAttention in PyTorch takes."""
-
-
-def _of_torch(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float | None, window: int | None
-) -> Tensor:
-    """FlashAttention 2 as PyTorch has it. Causal queries are the last ones of the keys' positions there, too."""
-    function, asks = _varlen_of_torch()
-    size = (-1 if window is None else window - 1, 0)
-    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if asks else {}
-    return cast(Tensor, function(query, key, value, *sequences, scale=scale, window_size=size, **grouped))
-
-
-@cache
-def _varlen_of_torch() -> tuple[Callable[..., Any], bool]:
-    """Import it; whether it asks if there are fewer heads of keys, which before 2.12 it took in any case."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn, "enable_gqa" in signature(varlen_attn).parameters
-
-
-class Chosen:
-    """The kernel of this process for what `has_kernel`."""
-
-    kernel: Kernel = staticmethod(_of_torch)
-
-
-def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the attention of these is computed by `Chosen.kernel`, not with masks."""
-    return (
-        query.is_cuda
-        and takes_type(query.dtype, torch.cuda.get_device_capability(query.device))
-        and takes_heads(*(tensor.shape[-1] for tensor in (query, key, value)))
-    )
-
-
-def takes_type(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    """Whether GPUs of this capability have a kernel for sequences of any length in this type."""
-    return dtype in (torch.bfloat16, torch.float16) and capability >= OLDEST
-
-
-def takes_heads(*widths: int) -> bool:
-    """Whether these kernels take heads whose queries, keys and values are so wide."""
-    return len(set(widths)) <= 1 and all(width <= WIDEST and width % 8 == 0 for width in widths)
-
-
-@cache
-def _say_slow(dtype: torch.dtype, *widths: int) -> None:
-    log.warning(
-        "attention in %s with heads of %s is computed with masks, which costs several times as much as "
-        "FlashAttention does in bfloat16 or float16 with heads of at most %d, on GPUs from Ampere on",
-        str(dtype).removeprefix("torch."), " and ".join(map(str, dict.fromkeys(widths))), WIDEST,
-    )  # fmt: skip
-
-
-def use_flash(version: int | None) -> None:
-    """Compute what is on a GPU with this version of FlashAttention from now on; None: with the one in PyTorch.
-
-    What is on a CPU, as the small models by which architectures are proven, is computed by torch in any case.
-
-    Raises `SettingsError`: it cannot be imported."""
-    if version is None:
-        Chosen.kernel = staticmethod(_of_torch)
-        return
-    try:
-        function = import_module(FLASH[version]).flash_attn_varlen_func
-    except (ImportError, OSError, AttributeError) as error:
-        raise SettingsError(
-            f"train.fa_version = {version}: {FLASH[version]} cannot be imported ({error}): see docs/precision.md, or "
-            f"leave it out"
-        ) from error
-    Chosen.kernel = staticmethod(flash_of(function, version))
-
-
-def try_kernel(version: int, windows: Sequence[int | None], device: torch.device) -> None:
-    """Compute some attention and its gradients by the chosen kernel: no version has all on every GPU.
-
-    windows: that the model's layers have.
-
-    Raises `SettingsError`: it cannot be computed."""
-    queries, keys = (torch.tensor(starts, dtype=torch.int32, device=device) for starts in ([0, 2, 5], [0, 3, 8]))
-    for window in windows:
-        query, key, value = (
-            torch.ones(length, heads, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
-            for length, heads in ((5, 2), (8, 1), (8, 1))
-        )
-        try:
-            Chosen.kernel(query, key, value, Sequences(queries, keys, 3, 5), None, window).sum().backward()
-        except Exception as error:  # of any kind: compilers and kernels have their own
-            what = "attention" if window is None else "attention with a sliding window"
-            raise SettingsError(
-                f"train.fa_version = {version}: {FLASH[version]} cannot compute {what} and its gradient here "
-                f"({type(error).__name__}: {str(error)[:300]}): install another one, or leave it out"
-            ) from error
-
-
-def flash_of(function: Callable[..., Any], version: int) -> Kernel:
-    """`flash_attn_varlen_func` of a version's module, under the arguments that they have in common.
-
-    From 2.1 on causal queries are the last ones of the keys' positions (Dao-AILab/flash-attention, README), which is
-    how own positions see those that they share. No window is (-1, -1) in versions 2 and 3, (None, None) in 4."""
-    endless = None if version == 4 else -1
-
-    def attention(
-        query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float | None, window: int | None
-    ) -> Tensor:
-        size = (endless, endless) if window is None else (window - 1, 0)
-        alike = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
-        output = function(
-            query,
-            key,
-            value,
-            cu_seqlens_q=sequences.queries,
-            cu_seqlens_k=sequences.keys,
-            max_seqlen_q=sequences.longest_query,
-            max_seqlen_k=sequences.longest_key,
-            softmax_scale=scale,
-            causal=True,
-            window_size=size,
-            **alike,
-        )
-        return cast(Tensor, output[0] if isinstance(output, tuple) else output)  # some add the log-sum-exp
-
-    return attention
 
 
 def hide_from_compiler() -> None:

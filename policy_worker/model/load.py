@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from policy_worker.errors import SettingsError
-from policy_worker.model import attention, lora
+from policy_worker.model import flash, lora
 from policy_worker.model.model import DTYPES, AnyModel, PolicyModel, ValueModel
 from policy_worker.model.prepare import Lead, alone, prepare_model, replay_routing
 from policy_worker.model.pretrained import StoredWeights, skeleton, weight_files
@@ -56,7 +56,7 @@ def load_model(
     none are read. lead: proves for all ranks (see `prepare_model`).
 
     Raises `SettingsError`: it cannot be loaded, or is of an architecture that this trainer would get wrong."""
-    attention.use_flash(config.train.fa_version)
+    flash.use_flash(config.train.fa_version)
     source = ModelSource.of_policy(config)
     if weights is not None:
         what = f"the export {weights} as a model of {source.what}"
@@ -224,7 +224,7 @@ def _prepare(model: AnyModel, config: Config, mesh: ParallelismConfig, lead: Lea
     if config.train.fa_version is not None and torch.cuda.is_available():
         config_of_text = model.lm.config.get_text_config()
         windows = [None, *([4] if getattr(config_of_text, "sliding_window", None) else [])]
-        attention.try_kernel(config.train.fa_version, windows, torch.device("cuda"))
+        flash.try_kernel(config.train.fa_version, windows, torch.device("cuda"))
     return model
 
 

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from policy_worker.errors import BadBatchError, SettingsError
 from policy_worker.model.arrival import on_device
-from policy_worker.model.attention import LEAST_FILL, Block, starts_of, takes_heads, takes_type
+from policy_worker.model.attention import LEAST_FILL, Block, starts_of
+from policy_worker.model.flash import takes_heads, takes_type
 from policy_worker.model.logits.drawn import Drawn, DrawnContext, KeptSets, Reshaping, drawn_of
 from schema.wire.sample import Sample
 

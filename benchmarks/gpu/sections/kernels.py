@@ -18,7 +18,7 @@ from benchmarks.gpu.steps import Steps, config_of, each
 from launcher.plan.machine import Capability, Machine, has_module
 from launcher.preflight.hardware import check_hardware
 from launcher.preflight.packages import missing_kernels
-from policy_worker.model import attention
+from policy_worker.model import flash
 from policy_worker.parallel import kernels
 from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
@@ -69,7 +69,7 @@ def possible(bench: Bench, group: RankGroup) -> Iterator[tuple[str, Callable[[],
 
 
 def steps_of(bench: Bench, group: RankGroup, config: Config) -> Steps:
-    attention.use_flash(config.train.fa_version)
+    flash.use_flash(config.train.fa_version)
     layers = {} if bench.tiny else {"num_hidden_layers": LAYERS}
     return Steps(bench, group, config, TINY_LENGTHS if bench.tiny else LENGTHS, **layers)
 

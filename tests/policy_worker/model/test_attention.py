@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from policy_worker.errors import SettingsError
-from policy_worker.model import attention
-from policy_worker.model.attention import Block, Blocks, attend, flash_of, has_kernel, takes_type, use_flash
+from policy_worker.model import flash
+from policy_worker.model.attention import Block, Blocks, attend
+from policy_worker.model.flash import flash_of, has_kernel, takes_type, use_flash
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -90,8 +91,8 @@ def test_flash_computes_what_masks_say(
         outputs = documented(*tensors, **named)
         return outputs if version == 2 else (outputs, None)
 
-    monkeypatch.setattr(attention.Chosen, "kernel", staticmethod(flash_of(function, version)))
-    monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(flash.Chosen, "kernel", staticmethod(flash_of(function, version)))
+    monkeypatch.setattr(flash, "has_kernel", lambda *_: True)
     in_one_call = computed(blocks and Blocks(blocks), window)
     for ours, theirs in zip(in_one_call, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -121,8 +122,8 @@ def test_no_mask_is_made_where_a_kernel_takes_any_length(monkeypatch: pytest.Mon
     assert {(3, 8), (4, 7)} <= set(made)
     masks = [shape for shape in made if len(shape) == 2]
     assert len(masks) == len(set(masks)) * 2, "ones, of which the upper triangle is cut, once"
-    monkeypatch.setattr(attention.Chosen, "kernel", staticmethod(lambda query, *_: query))
-    monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(flash.Chosen, "kernel", staticmethod(lambda query, *_: query))
+    monkeypatch.setattr(flash, "has_kernel", lambda *_: True)
     made.clear()
     with torch.no_grad(), Made():
         layers()
@@ -151,20 +152,20 @@ def test_a_version_that_cannot_compute_here_is_named(monkeypatch: pytest.MonkeyP
             raise AssertionError("local not supported yet")
         return documented(*tensors, window_size=window_size, **named)
 
-    monkeypatch.setattr(attention.Chosen, "kernel", staticmethod(flash_of(function, 4)))
+    monkeypatch.setattr(flash.Chosen, "kernel", staticmethod(flash_of(function, 4)))
     device = torch.device("cpu")
-    attention.try_kernel(4, [None], device)
+    flash.try_kernel(4, [None], device)
     says = (
         r"train.fa_version = 4: flash_attn.cute cannot compute attention with a sliding window.*AssertionError: local"
     )
     with pytest.raises(SettingsError, match=says):
-        attention.try_kernel(4, [None, 4], device)
+        flash.try_kernel(4, [None, 4], device)
 
 
 def test_heads_that_a_kernel_takes():
-    assert attention.takes_heads(128, 128, 128)
-    assert not attention.takes_heads(192, 192, 128)
-    assert not attention.takes_heads(512, 512, 512)
+    assert flash.takes_heads(128, 128, 128)
+    assert not flash.takes_heads(192, 192, 128)
+    assert not flash.takes_heads(512, 512, 512)
 
 
 def test_the_kernel_in_torch_is_called_with_what_it_declares():
@@ -175,12 +176,12 @@ def test_the_kernel_in_torch_is_called_with_what_it_declares():
     key, value = blocks.keys_of(key), blocks.keys_of(value)
     assert len(key) == len(value) == 5 + (5 + 3) + (5 + 2) + 15 + 2 + 3 + (3 + 4)
     assert sequences[2:] == (8, 8)
-    output = attention.Chosen.kernel(query, key, value, sequences, 0.3, 4)
+    output = flash.Chosen.kernel(query, key, value, sequences, 0.3, 4)
     assert output.shape == query.shape
 
 
 def test_what_is_on_a_cpu_is_computed_by_torch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention.Chosen, "kernel", attention.Chosen.kernel)
+    monkeypatch.setattr(flash.Chosen, "kernel", flash.Chosen.kernel)
     query, key, value = inputs(1, 5)
     expected, _ = attend(torch.nn.Identity(), query, key, value, None)
 
@@ -191,10 +192,10 @@ def test_what_is_on_a_cpu_is_computed_by_torch(monkeypatch: pytest.MonkeyPatch):
     use_flash(2)
     assert torch.equal(attend(torch.nn.Identity(), query, key, value, None)[0], expected)
     use_flash(None)
-    assert attention.Chosen.kernel is attention._of_torch
+    assert flash.Chosen.kernel is flash._of_torch
 
 
-@pytest.mark.parametrize(("version", "module"), attention.FLASH.items())
+@pytest.mark.parametrize(("version", "module"), flash.FLASH.items())
 def test_a_missing_version_is_named(monkeypatch: pytest.MonkeyPatch, version: int, module: str):
     for name in ("flash_attn", module):
         monkeypatch.setitem(sys.modules, name, None)
