@@ -7,9 +7,10 @@
                                                           and beforehand; a run on that machine finds .wheels
 
 Each section is a process with a time limit of its own, so that one which hangs or runs out of memory costs the
-others nothing. Results are written as they come, to OUT/gpu.jsonl, and what sections print to OUT/gpu.log; in the end
-OUT/gpu.md has tables for docs/performance.md, and the last line printed is one JSON object. What cannot be measured
-here is skipped and named. Exit code 1: something that was checked is wrong, or a section failed.
+others nothing. Each result is in OUT/gpu.jsonl as soon as it is known, and what sections print in OUT/gpu.log, so
+that nothing is lost when the command is killed. After each section OUT/gpu.md has tables for docs/performance.md; the
+last line printed is one JSON object. What cannot be measured here is skipped and named. What is compiled is kept from
+section to section, and not from run to run. Exit code 1: something that was checked is wrong, or a section failed.
 
 This file needs the standard library alone; what a section needs is looked for before it is started.
 """
@@ -28,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,17 +84,18 @@ class Section:
 
 
 SECTIONS = (
-    Section("quickstart", 160, 100, (*JOB, *TRAINER, *REWARDS), "The quickstart, on one device"),
-    Section("tests", 130, 60, (*TRAINER, *TESTS), "Tests of trainer, weights and embedded engine"),
+    Section("importing", 40, 25, TRAINER, "From a fresh process to the first kernel"),
     Section("mixed_precision", 40, 20, TRAINER, "FSDP2's casts to bf16 over float32 masters, and collectives"),
-    Section("transport", 40, 20, TRAINER, "Weights to a host without the store"),
-    Section("deltas", 60, 30, WEIGHTS, "Deltas, encoded and applied"),
-    Section("staging", 60, 30, TRAINER, "Checkpoints: copies in host memory"),
-    Section("training", 180, 130, TRAINER, "Training steps of 1.5B parameters"),
+    Section("training", 150, 120, TRAINER, "Training steps of 1.5B parameters, and where their time goes"),
+    Section("logprobs", 75, 60, TRAINER, "Log-probs and loss over a large vocabulary, by chunk"),
+    Section("publication", 70, 45, TRAINER, "Publication of 1.5B parameters"),
+    Section("quickstart", 120, 80, (*JOB, *TRAINER, *REWARDS), "The quickstart with 15 steps, on one device"),
+    Section("tests", 110, 50, (*TRAINER, *TESTS), "Tests of trainer, weights and embedded engine on one rank"),
+    Section("transport", 40, 15, TRAINER, "Weights to a host without the store"),
+    Section("deltas", 60, 25, WEIGHTS, "Deltas, encoded and applied"),
+    Section("staging", 60, 20, TRAINER, "Checkpoints: copies in host memory"),
     Section("memory", 150, 10, TRAINER, "What is traded for memory: offload and recomputation"),
     Section("kernels", 150, 10, TRAINER, "Types and kernels of training steps"),
-    Section("logprobs", 50, 30, TRAINER, "Log-probs and loss over a large vocabulary"),
-    Section("publication", 70, 45, TRAINER, "Publication of 1.5B parameters"),
     Section("vllm", 300, 0, (*JOB, *TRAINER, *TESTS, "vllm"), "Rollouts by vLLM"),
 )  # fmt: skip
 
@@ -167,49 +170,57 @@ class Run:
         left = self._deadline - began - RESERVE
         limit = section.limit * self.patience
         left = min(limit, left, max(left - later, section.sure))
+        ending: Row | None = None
         if missing:
-            rows.append({"case": "all", "status": "not installed", "why": ", ".join(missing)})
+            ending = {"case": "all", "status": "not installed", "why": ", ".join(missing)}
         elif left < min(limit, LEAST):
-            rows.append({"case": "all", "status": "skipped", "why": "no time is left"})
+            ending = {"case": "all", "status": "skipped", "why": "no time is left"}
         else:
-            rows += self._started(section.name, left)
+            reported, ending = self._started(section.name, left)
+            rows += reported
+        whole: Row = {"case": "whole section", "status": "ok", "seconds_s": time.monotonic() - began}
+        own = [{"section": section.name, **row} for row in (ending, whole) if row is not None]
+        self.write(own)
+        rows += own
         for row in rows:
-            row["section"] = section.name
             if row["status"] != "ok":
                 print(f"  {row['status']}: {row['case']}: {row.get('why', '')}", flush=True)
-        took = {"seconds_s": time.monotonic() - began}
-        rows.append({"section": section.name, "case": "whole section", "status": "ok", **took})
+
+    def write(self, rows: Iterable[Row]) -> None:
+        """Append rows to the run's file."""
         with self._lines.open("a") as stream:
             stream.writelines(json.dumps(row) + "\n" for row in rows)
 
-    def _started(self, name: str, seconds: float) -> list[Row]:
-        """Start a section's process; what it reported, and how it ended if not well."""
-        options, ending = self._options, None
-        with tempfile.TemporaryDirectory(prefix=f"gpu-{name}-") as folder:
-            lines, log = Path(folder) / "rows", Path(folder) / "log"
-            command = [sys.executable, "-m", "benchmarks.gpu.sections", name, "--device", options.device]
-            command += ["--out", str(lines), "--kept", str(self.out), *["--tiny"] * options.tiny]
-            before = set(descendants(os.getpid()))
-            with log.open("wb") as stream:
-                process = subprocess.Popen(  # in a session of its own: whatever it started ends with it
-                    command, env=self._env, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
-                )
-                try:
-                    if code := process.wait(seconds):
-                        ending = ("all", "failed", f"exit code {code}")
-                except subprocess.TimeoutExpired:
-                    ending = ("the rest", "timed out", f"after {seconds:.0f} s")
-                finally:
-                    _end(process, before)
-            text = _text(log)
-            with self._log.open("a") as together:
-                together.write(f"==== {name}\n{text}\n")
-            rows: list[Row] = [json.loads(line) for line in _text(lines).splitlines()]
-        if ending is not None:
-            case, status, why = ending
-            last = "\n".join([why, *text.splitlines()[-LAST_LINES:]])
-            rows.append({"case": case, "status": status, "why": last})
-        return rows
+    def _started(self, name: str, seconds: float) -> tuple[list[Row], Row | None]:
+        """Start a section's process, which appends to the run's own files; its rows, and how it ended if not well."""
+        ending: tuple[str, str, str] | None = None
+        with self._log.open("a") as stream:
+            stream.write(f"==== {name}\n")
+        first, printed = _size(self._lines), _size(self._log)
+        before = set(descendants(os.getpid()))
+        with self._log.open("ab") as log:
+            process = subprocess.Popen(  # in a session of its own: whatever it started ends with it
+                self._command(name), env=self._env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                if code := process.wait(seconds):
+                    ending = ("all", "failed", f"exit code {code}")
+            except subprocess.TimeoutExpired:
+                ending = ("the rest", "timed out", f"after {seconds:.0f} s")
+            finally:
+                _end(process, before)
+        rows = _rows(self._lines, first)
+        if ending is None:
+            return rows, None
+        case, status, why = ending
+        last = _text(self._log, printed).splitlines()[-LAST_LINES:]
+        return rows, {"case": case, "status": status, "why": "\n".join([why, *last])}
+
+    def _command(self, name: str) -> list[str]:
+        options = self._options
+        command = [sys.executable, "-m", "benchmarks.gpu.sections", name, "--device", options.device]
+        return [*command, "--out", str(self._lines), "--kept", str(self.out), *["--tiny"] * options.tiny]
 
     def _importable(self, module: str) -> bool:
         if importlib.util.find_spec(module) is not None:
@@ -239,15 +250,28 @@ def _end(process: subprocess.Popen[bytes], before: set[int]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _text(path: Path, start: int) -> str:
+    return path.read_bytes()[start:].decode(errors="replace") if path.exists() else ""
+
+
+def _rows(path: Path, start: int) -> list[Row]:
+    """The rows of a file behind a place in it. One that its writer was killed in is taken off."""
+    *whole, cut = _text(path, start).split("\n")
+    if cut:
+        os.truncate(path, _size(path) - len(cut.encode()))
+    return [json.loads(line) for line in whole]
 
 
 def machine() -> Row:
     """Where the figures are from, by a process of its own: this one does not import torch."""
     code = (
-        "import json, torch; cuda = torch.cuda.is_available(); print(json.dumps({"
-        "'torch': torch.__version__, 'gpu': torch.cuda.get_device_name(0) if cuda else None, "
+        "import time; began = time.monotonic(); import json, torch; took = time.monotonic() - began; "
+        "cuda = torch.cuda.is_available(); print(json.dumps({"
+        "'torch': torch.__version__, 'torch_import_s': took, 'gpu': torch.cuda.get_device_name(0) if cuda else None, "
         "'gpus': torch.cuda.device_count() if cuda else 0}))"
     )
     found: Row = {"torch": None, "gpu": None, "gpus": 0}
@@ -286,14 +310,16 @@ def main() -> int:
     if options.device == "cuda" and not where["gpu"]:
         parser.error("no GPU that PyTorch can use is here; --device cpu --tiny rehearses without one")
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a section leaves behind comes to this process, and is ended
-    with tempfile.TemporaryDirectory(prefix="gpu-site-") as site:
+    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+        site, compiled = f"{folder}/site", f"{folder}/compiled"
         wheels = options.from_wheels or next(filter(Path.is_dir, WHEELS), None)
         if wheels is not None and (names_of := install(wheels, Path(site))):
             print(f"from {wheels}: {', '.join(names_of)}")
         given = filter(None, [str(ROOT), site, os.environ.get("PYTHONPATH")])
-        env = {**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(given)}
+        env = {"TORCHINDUCTOR_CACHE_DIR": compiled, **os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(given)}
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # each section would compile all that it imports
         run = Run(options, env, deadline)
+        run.write([{"section": "machine", "case": "machine", "status": "ok", **where}])
         wanted = [section for section in SECTIONS if section.name in chosen]
         for i, section in enumerate(wanted):
             run.section(section, sum(one.sure for one in wanted[i + 1 :]))

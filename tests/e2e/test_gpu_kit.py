@@ -31,8 +31,8 @@ def rehearse(python: Path | str, out: Path, *arguments: str) -> dict[str, Any]:
 
 EVERY = [section.name for section in SECTIONS if section.name != "vllm"]
 """All but vLLM, which a machine made for PyTorch lacks."""
-USUAL = ["transport", "deltas", "training", "publication"]
-"""The sections of every run: a process with models, one without, a training step, and what is published."""
+USUAL = ["importing", "training", "logprobs", "publication", "transport", "deltas"]
+"""The sections of every run: the first ones, a process with models, and one without."""
 
 
 @pytest.mark.parametrize("names", [USUAL, pytest.param(EVERY, marks=pytest.mark.soak)], ids=["usual", "every"])
@@ -51,7 +51,9 @@ def test_sections_work_where_a_gpu_would_be(tmp_path: Path, names: list[str]) ->
     assert min(cases.values()) > 1, "each section says more than how long it took"
     report = (tmp_path / "gpu.md").read_text()
     assert all(f"(`{name}`, " in report for name in names)
-    assert len((tmp_path / "gpu.jsonl").read_text().splitlines()) == sum(cases.values())
+    machine, *rows = (json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines())
+    assert machine["section"] == "machine"
+    assert len(rows) == sum(cases.values())
 
 
 @pytest.mark.soak

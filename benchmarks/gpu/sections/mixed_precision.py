@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.roofline import Work
 from benchmarks.gpu.steps import Steps, config_of
 from policy_worker.parallel.rank_group import RankGroup
 from policy_worker.process import RankEnvironment
@@ -65,4 +66,8 @@ def collectives(bench: Bench) -> None:
         "broadcast": lambda: dist.broadcast(data, 0),
     }
     for name, call in calls.items():
-        bench.row(f"{name} over {dist.get_backend()}", ms=bench.seconds(call) * 1e3, gb=data.nbytes / 1e9)
+        seconds, case, gb = bench.seconds(call), f"{name} over {dist.get_backend()}", data.nbytes / 1e9
+        if name in ("all_reduce", "broadcast"):  # which have nothing to do, so that there is no roof
+            bench.row(case, ms=seconds * 1e3, gb=gb)
+        else:
+            bench.timed(case, seconds, Work(moved=2.0 * data.nbytes), gb=gb)

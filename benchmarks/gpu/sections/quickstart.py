@@ -1,6 +1,7 @@
-"""The quickstart with the embedded engine, trainer and engine on one GPU: it must learn to add.
+"""The quickstart with the embedded engine, trainer and engine on one GPU: its warm start and 15 steps of GRPO.
 
-A rehearsal trains two steps from the untrained model.
+These are too few to learn to add: that the job runs, and how fast, is what is asked. A rehearsal trains two steps
+from the untrained model.
 """
 
 from __future__ import annotations
@@ -10,12 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.bench import Bench, reinforce
+from benchmarks.gpu.bench import SOME_STEPS, Bench, reinforce
 from benchmarks.harness import QUICKSTART
 from benchmarks.jobs import make_model, run_command, speed_of, summary_of
-
-LEARNED = 0.8
-"""Held-out accuracy at the end; on a CPU it is 0.92 to 0.96."""
 
 
 def run(bench: Bench) -> None:
@@ -26,12 +24,11 @@ def run(bench: Bench) -> None:
             _report(bench, reinforce(bench, place, "grpo", "grpo_plain.toml", make_model(place), *small))
             return
         command = [sys.executable, str(QUICKSTART / "run.py"), "--plain", "--out", str(place / "out")]
+        command += ["--set", f"train.max_num_steps={SOME_STEPS}"]
         seconds = run_command(command, place / "quickstart.log", place)
         bench.row("warm start", **speed_of(summary_of(place / "out" / "sft")))
         found = summary_of(place / "out" / "grpo")
-        _report(bench, found, whole_s=seconds)
-        accuracy = float(found["validations"][-1]["score_mean"] or 0.0)
-        bench.check("it has learned to add", accuracy > LEARNED, accuracy=accuracy)
+        _report(bench, found, whole_s=seconds, steps=float(SOME_STEPS))
 
 
 def _report(bench: Bench, summary: dict[str, Any], **more: float) -> None:

@@ -1,4 +1,7 @@
-"""The fast tests of trainer, weights and embedded engine, on the device that the code picks by itself."""
+"""The fast tests of trainer, weights and embedded engine on one rank, on the device that the code picks by itself.
+
+Those of several ranks are left out: with fewer GPUs than ranks they compute on the CPU, which proves nothing here.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,13 @@ from benchmarks.harness import ROOT
 
 FOLDERS = ("tests/policy_worker", "tests/weight_sync", "tests/rollout_worker/engines")
 TINY = ("tests/weight_sync/test_lora.py", "tests/policy_worker/trained/test_lr_schedule.py")
+RANKS_FILES = ("ranks", "mesh", "meshes", "optimizer_ranks", "context", "lora", "memory")
+SEVERAL_RANKS = (
+    "tests/policy_worker/replicas",
+    *(f"tests/policy_worker/parallel/test_{name}.py" for name in RANKS_FILES),
+    "tests/policy_worker/test_export_command.py",
+    "tests/weight_sync/publishing/test_gather.py",
+)
 WORKERS = 8
 NAMED = 12
 HANGS = 40
@@ -26,6 +36,7 @@ LEFT_OUT = "not s3 and not bucket"
 def run(bench: Bench) -> None:
     workers = [] if bench.tiny else ["-n", str(min(WORKERS, os.cpu_count() or 1))]
     options = (*workers, "-m", "not slow and not e2e and not soak", "-k", LEFT_OUT, "--timeout", str(HANGS))
+    options = (*options, *(f"--ignore={path}" for path in SEVERAL_RANKS))
     passes(bench, "all pass", *(TINY if bench.tiny else FOLDERS), *options)
 
 
