@@ -3,7 +3,7 @@
 Training waits for what a job's publisher waits for: gather, cast, compare with the copy on the device, and bring the
 changes into pinned memory. Completing the snapshot, encoding and writing go on next to the next step. Goals: at most
 60 ms, and at most 0.4 s to complete and encode. A whole version crosses by a plain copy into pinned memory:
-`copy_ms` is that copy's own time, next to the pause. `on_device_ms` is what gathering and casting alone take.
+`copy_ms` is that copy's own time, next to the pause. `cast on the device alone` is what gathering and casting take.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.roofline import Roof, Work
 from benchmarks.weights.sides import Tensors, Versions
 from policy_worker.weights.release import encoding_threads
 from schema.util.host import count_cores
@@ -45,9 +46,11 @@ def run(bench: Bench) -> None:
         for threads in {2 * usual, max(1, usual // 2)}:
             bench.row(f"delta, {threads} threads", **publisher.delta(threads))
         found = [publisher.delta(usual) for _ in range(1 if bench.tiny else ROUNDS)]
-        bench.row("delta, median", **{key: statistics.median(one[key] for one in found) for key in found[0]})
+        median = {key: statistics.median(one[key] for one in found) for key in found[0]}
+        bench.row("delta, median", **median, **publisher.compared(median["pause_ms"] / 1e3))
         bench.check("changes found by the device: all bits equal", publisher.is_right())
-    bench.row("cast on the device alone", on_device_ms=bench.seconds(lambda: list(trainer.tensors())) * 1e3)
+    cast = Work(moved=6.0 * trainer.parameters)  # float32 is read, bf16 written
+    bench.timed("cast on the device alone", bench.seconds(lambda: list(trainer.tensors())), cast)
 
 
 def _whole(bench: Bench, trainer: _Trainer) -> None:
@@ -62,7 +65,8 @@ def _whole(bench: Bench, trainer: _Trainer) -> None:
             copy.taken[name].copy_(tensor, non_blocking=True)
 
     alone, total = bench.seconds(plain), copy.copied_bytes / 1e9
-    bench.row("whole version", pause_ms=pause * 1e3, copy_ms=alone * 1e3, gb=total, gb_s=total / alone)
+    roof = bench.roof(Work(moved=8.0 * trainer.parameters, bus=float(copy.copied_bytes)), pause)
+    bench.row("whole version", pause_ms=pause * 1e3, **roof, copy_ms=alone * 1e3, gb=total, gb_s=total / alone)
 
 
 class _Trainer:
@@ -72,6 +76,11 @@ class _Trainer:
         self._lm = bench.language_model()
         self._optimizer = torch.optim.AdamW(self._lm.parameters(), lr=LR, fused=True)
         self._generator = torch.Generator(bench.device).manual_seed(0)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are published."""
+        return sum(parameter.numel() for parameter in self._lm.parameters())
 
     def step(self) -> None:
         for parameter in self._lm.parameters():
@@ -102,6 +111,11 @@ class _Publisher:
         self._copy.announce()
         kept = self._on_device.n_bytes / 1e9
         return {"pause_ms": pause * 1e3, "write_s": seconds, "gb": self._full_bytes / 1e9, "on_device_gb": kept}
+
+    def compared(self, pause: float) -> Roof:
+        """What the card could do: float32 read, bf16 written, read again next to the copy, and changes copied."""
+        work = Work(moved=10.0 * self._trainer.parameters, bus=float(self._copy.copied_bytes))
+        return self._bench.roof(work, pause)
 
     def delta(self, threads: int) -> dict[str, float]:
         """The version after one more step."""
