@@ -18,7 +18,7 @@ from benchmarks.gpu.roofline import Card, Roof, Work, known, roof
 from benchmarks.jobs import launch, summary_of
 
 FEW_STEPS, SOME_STEPS = 2, 15
-"""Of a job, in a rehearsal and in a run."""
+"""Optimizer steps of a job, in a rehearsal and in a run."""
 WARM_UPS = 3
 SHAPES: dict[str, dict[str, Any]] = {
     "1.5B": {

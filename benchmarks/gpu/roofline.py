@@ -3,7 +3,7 @@
     roof = the largest of  FLOPs / peak of products in bf16,  bytes / bandwidth of memory,  bytes / rate of the bus
 
 A figure far above its roof is lost to launches, waits, or kernels that move more than they have to. The roof counts
-what the work needs whoever does it: operations of products, and bytes that are read or written at least once.
+what the work itself needs: operations of products, and bytes that are read or written at least once.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Steps:
         self._batches = [[row + len(rows) * number for row in rows] for number in range(micro_batches)]
         self._blocks: list[Block] = []
         self.seconds = 0.0
-        """Of a step, once it is measured."""
+        """Seconds of a step, once it is measured."""
         self.logprobs: list[Tensor] = []
         """Log-probs of the first step, a tensor for each micro-batch."""
         self.losses: list[Tensor] = []

@@ -137,8 +137,8 @@ def _unreduced(keys: PrecisionKeys, whole: int, of_shard: int, *, several: bool)
     name, in_shards = "gradients before reduction", keys.fsdp_accumulation == "sharded" and several
     if keys.overlap_grad_reduce and (in_shards or not several):
         if in_shards and whole > of_shard:
-            more = size_text(whole - of_shard)
-            yield MemoryPart(name, 0, f'train.fsdp_accumulation = "whole" would take {more} more')
+            difference = size_text(whole - of_shard)
+            yield MemoryPart(name, 0, f'train.fsdp_accumulation = "whole" would take {difference} more')
         return
     in_place = not in_shards and not keys.fsdp_offload and not keys.fsdp_gradient_offload
     if (extra := whole - in_place * of_shard) > 0:

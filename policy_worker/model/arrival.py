@@ -43,8 +43,8 @@ def _in_one_copy(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     host = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for tensor, place in zip(tensors, places, strict=True):
         _part(host, place, tensor).copy_(tensor)
-    there = host.to(device, non_blocking=True)
-    return [_part(there, place, tensor) for tensor, place in zip(tensors, places, strict=True)]
+    arrived = host.to(device, non_blocking=True)
+    return [_part(arrived, place, tensor) for tensor, place in zip(tensors, places, strict=True)]
 
 
 def _part(buffer: Tensor, place: int, like: Tensor) -> Tensor:

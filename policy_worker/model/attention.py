@@ -141,13 +141,13 @@ class Blocks:
         that each own position is, in the order of the row."""
         if block not in self._padded:
             first, width, ends = block.start + block.shared, max(block.lengths), np.cumsum(block.lengths)
-            own = np.full((len(block.lengths), width), block.start, np.int64)
+            places = np.full((len(block.lengths), width), block.start, np.int64)
             back = [np.zeros(0, np.int64)]
             for number, (length, end) in enumerate(zip(block.lengths, ends.tolist(), strict=True)):
-                own[number, :length] = first + np.arange(end - length, end)
+                places[number, :length] = first + np.arange(end - length, end)
                 back.append(number * width + np.arange(length))
-            places = (torch.from_numpy(array).to(device) for array in (own.reshape(-1), np.concatenate(back)))
-            self._padded[block] = next(places), next(places)
+            tensors = (torch.from_numpy(array).to(device) for array in (places.reshape(-1), np.concatenate(back)))
+            self._padded[block] = next(tensors), next(tensors)
         return self._padded[block]
 
     def mask(self, before: int, width: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -67,7 +67,7 @@ def collectives(bench: Bench) -> None:
     }
     for name, call in calls.items():
         seconds, case, gb = bench.seconds(call), f"{name} over {dist.get_backend()}", data.nbytes / 1e9
-        if name in ("all_reduce", "broadcast"):  # which have nothing to do, so that there is no roof
+        if name in ("all_reduce", "broadcast"):  # on one rank nothing is exchanged
             bench.row(case, ms=seconds * 1e3, gb=gb)
         else:
             bench.timed(case, seconds, Work(moved=2.0 * data.nbytes), gb=gb)

@@ -143,9 +143,9 @@ class _Publisher:
 
     def is_right(self) -> bool:
         """Whether the newest version on the host has the bits of the weights."""
-        there = self._copy.announced or {}
+        announced = self._copy.announced or {}
         return all(
-            torch.equal(there[name].view(torch.int16), tensor.cpu().view(torch.int16))
+            torch.equal(announced[name].view(torch.int16), tensor.cpu().view(torch.int16))
             for name, tensor in self._trainer.tensors()
         )
 

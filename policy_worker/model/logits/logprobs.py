@@ -261,14 +261,14 @@ class _Outputs(torch.autograd.Function):
 class _Logits:
     """z of a tile, block by block, in a buffer in which it becomes its gradient: for every formula.
 
-    The tile that was there last is not computed again. Hidden states and head are given each time, since what is kept
-    for backward may not hold on to them."""
+    The tile that was computed last is not computed again. Hidden states and head are given each time, since what is
+    kept for backward may not hold on to them."""
 
     def __init__(self, how: _How, tiles: Sequence[_Tile], like: Tensor) -> None:
         self._how, self._buffer = how, _buffer(tiles, like)
         self._buffer_other: Tensor | None = None
         self._last = tiles[-1] if tiles else None
-        self._there: _Tile | None = None
+        self._computed: _Tile | None = None
         self._slope: Tensor | None = None
 
     def numbers(self, tile: _Tile, hidden: Tensor, head: Head, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,15 +280,15 @@ class _Logits:
         self, tile: _Tile, hidden: Tensor, head: Head, slopes: Slopes, places: Tensor, of_labels: Tensor
     ) -> Tensor:
         """Gradient of h Wᵀ + b, [chunk, V]; of_labels, [chunk, k]: what is added to that of z at places."""
-        is_there, self._there = self._there == tile, None
-        z = _room(self._buffer, tile.shape) if is_there else self._compute(tile, hidden, head, slopes=True)
+        is_computed, self._computed = self._computed == tile, None
+        z = _room(self._buffer, tile.shape) if is_computed else self._compute(tile, hidden, head, slopes=True)
         slopes.take(tile.tokens, z, None if slopes.lean is None else self._compute_other(tile))
         rows = torch.arange(len(z), device=z.device)[:, None]
         z.index_put_((rows, places), of_labels, accumulate=True)  # deterministic, unlike scatter_add_
         return z if self._slope is None else z.mul_(self._slope)
 
     def _compute(self, tile: _Tile, hidden: Tensor, head: Head, *, slopes: bool) -> Tensor:
-        part, self._there = tile.tokens, tile if slopes else None
+        part, self._computed = tile.tokens, tile if slopes else None
         z, self._slope = _scores(hidden[part], head.rows(tile.ids), self._how, part, self._buffer, slopes=slopes)
         return z
 
@@ -308,18 +308,18 @@ class _FusedLogits:
     def __init__(self, fused: Fused, temperature: float, tiles: Sequence[_Tile]) -> None:
         self._fused, self._temperature = fused, temperature
         self._last = tiles[-1] if tiles else None
-        self._there: tuple[_Tile, Tensor] | None = None
+        self._kept: tuple[_Tile, Tensor] | None = None
 
     def numbers(self, tile: _Tile, hidden: Tensor, head: Head, places: Tensor) -> tuple[Tensor, Tensor]:
         product, form = self._product(tile, hidden, head), self._form(head)
-        self._there = (tile, product) if tile is self._last else None
+        self._kept = (tile, product) if tile is self._last else None
         return self._fused.statistics(product, form), form.z(product.gather(1, places))
 
     def gradient(
         self, tile: _Tile, hidden: Tensor, head: Head, slopes: Slopes, places: Tensor, of_labels: Tensor
     ) -> Tensor:
-        there, self._there = self._there, None
-        product = there[1] if there is not None and there[0] == tile else self._product(tile, hidden, head)
+        kept, self._kept = self._kept, None
+        product = kept[1] if kept is not None and kept[0] == tile else self._product(tile, hidden, head)
         of_tokens, form = slopes.of_part(tile.tokens), self._form(head)
         return self._fused.gradient(product, form, of_tokens, places[:, 0], of_labels[:, 0])
 

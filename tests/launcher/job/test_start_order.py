@@ -35,7 +35,7 @@ def info(name: str, **changes: Any) -> ReplicaInfo:
 
 
 class Start:
-    """A job whose processes are not started but listed, and whose controller answers what it is told."""
+    """Lists the processes of a job instead of starting them; its controller gives the answers of the test."""
 
     def __init__(self, root: Path, settings: Config, gpus: int) -> None:
         run = RunDir(root)

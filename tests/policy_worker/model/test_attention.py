@@ -81,8 +81,8 @@ def computed(blocks: Blocks | None, window: int | None, context: Any = None) -> 
 def test_flash_computes_what_masks_say(
     monkeypatch: pytest.MonkeyPatch, version: int, window: int | None, blocks: list[Block] | None
 ):
-    """Of rows with shared positions, packed ones and plain ones one call each computes all, and all gradients; of
-    versions that return the log-sum-exp too."""
+    """One call computes all sequences of a row, and all gradients: with shared positions, packed, and padded. Some
+    versions return the log-sum-exp too."""
     expected = computed(blocks and Blocks(blocks), window)
     asked = []
 

@@ -67,7 +67,7 @@ def test_two_ranks_that_share_layers_and_positions(tmp_path: Path):
 
 @pytest.mark.slow
 def test_gradients_that_add_up_in_shards_are_those_that_add_up_whole(tmp_path: Path):
-    """Of copies of shards, reduced within backward and after it; up to the order of sums."""
+    """Copies of shards have equal gradients up to the order of sums, reduced within backward or after it."""
     case = {"samples": SAMPLES, "grpo": GRPO, "mesh": {"dp_replicate": 2}} | model("qwen3")
     ways = [{"overlap_grad_reduce": overlap} for overlap in (True, False)]
     each = [

@@ -230,7 +230,7 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize(("trained", "products", "additions"), [("both", 8 + 3 * 8, 0), ("hidden", 8 + 7 + 8, 0)])
 def test_products_and_additions_by_chunks(trained: str, products: int, additions: int):
-    """Of ids where the matrix learns: each of its rows gets its gradient once. Of tokens where it does not: the last
+    """Chunks are of ids where the matrix learns: each of its rows gets its gradient once. Else of tokens: the last
     chunk of forward is the first of backward."""
     k, d, v = 64, 8, 128
     hidden, weight, labels = material(k, d, v)
