@@ -19,7 +19,9 @@ SECRET_KEY = re.compile(
     re.IGNORECASE,
 )
 # A scheme is short: without the bound, a long word in front of `://` is looked at from each of its letters.
-_USER = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,31}://)(?P<name>[^/:@\s?#]*:)?[^/\s?#]*@")
+# What stands before the `@` of abfs://container@account is a container, unless a password follows it.
+_CONTAINER = r"(?!(?:(?<=abfs://)|(?<=abfss://))[^/:@\s?#]*@)"
+_USER = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,31}://)" + _CONTAINER + r"(?P<name>[^/:@\s?#]*:)?[^/\s?#]*@")
 # What a password breaks that has a `/`, `?` or `#` in it: where a port would be is none.
 _BROKEN = re.compile(r"^(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<name>(?!\[)[^/:@\s?#]*:)(?!\d{1,5}(?:[/?#]|$))\S*@")
 _PARAMETER = re.compile(

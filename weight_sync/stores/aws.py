@@ -1,21 +1,16 @@
 """S3 and what speaks its language, through boto3: the client, which failures pass, and all of them in words.
 
-Credentials, region and endpoint come from the standard environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
-AWS_ENDPOINT_URL, AWS_PROFILE, …), never from the configuration.
+Credentials, region, endpoint and proxy are those of `schema.storage.aws`.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 from schema.config.secrets import masked
-from schema.util.proxies import passed_over, proxy_of
+from schema.storage import aws
 from weight_sync.errors import StoreError
-
-log = logging.getLogger(__name__)
 
 CONNECT_S, READ_S = 10.0, 60.0
 """Seconds without an answer, or between two pieces of one, after which an attempt has failed."""
@@ -40,39 +35,15 @@ def make_client(parallel: int, read_timeout: float = READ_S) -> Any:
     """A client with time-outs; trying again is `Patience`'s, but for what boto3 mends within a second.
 
     parallel: requests at once. Raises `StoreError` when the environment's settings make none."""
-    import boto3
-    from botocore.config import Config
-    from botocore.exceptions import BotoCoreError
-
-    settings = Config(
-        connect_timeout=min(CONNECT_S, read_timeout),
-        read_timeout=read_timeout,
-        retries={"mode": "standard", "max_attempts": 2},
-        max_pool_connections=parallel + 1,
-    )
     try:
-        session = boto3.session.Session()
-        client = session.client("s3", config=settings)
-        address = str(client.meta.endpoint_url)
-        if (proxy := passed_over(address, reads_all=False)) is None:
-            return client
-        log.info("%s is asked without %s: it is near, or NO_PROXY names it", _endpoint(client), proxy)
-        return session.client("s3", config=settings.merge(Config(proxies={})))
-    except (BotoCoreError, ValueError) as error:
-        raise StoreError(f"the AWS settings of the environment do not work: {_misset(error)}") from None
-
-
-def _misset(error: Exception) -> str:
-    """Which setting makes no client, and what to do. Repeats no address: it may hold credentials."""
-    from botocore import exceptions as boto
-
-    if isinstance(error, boto.ProfileNotFound):
-        return f"{error}: correct AWS_PROFILE"
-    if isinstance(error, boto.InvalidRegionError):
-        return f"{error} Correct AWS_DEFAULT_REGION"
-    if str(error).startswith("Invalid endpoint"):  # a plain ValueError
-        return "AWS_ENDPOINT_URL is not an address: write one such as http://host:9000"
-    return str(masked(str(error)))
+        return aws.make_client(
+            connect_timeout=min(CONNECT_S, read_timeout),
+            read_timeout=read_timeout,
+            retries={"mode": "standard", "max_attempts": 2},
+            max_pool_connections=parallel + 1,
+        )
+    except aws.AwsSettingsError as error:
+        raise StoreError(str(error)) from None
 
 
 def code_of(error: Any) -> str:
@@ -137,21 +108,12 @@ def explain(error: Exception, client: Any, bucket_key: str) -> str:
     from botocore import exceptions as boto
 
     if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
-        return "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        return aws.NO_CREDENTIALS
     if isinstance(error, _of_the_network()):
-        kind, proxy = type(error).__name__, proxy_of(str(client.meta.endpoint_url), reads_all=False)
-        if proxy is not None:
-            what = f"{_endpoint(client)} does not answer through {proxy} ({kind})"
-            return f"{what}: check the proxy and AWS_ENDPOINT_URL, or name the host in NO_PROXY"
-        return f"{_endpoint(client)} does not answer ({kind}): check AWS_ENDPOINT_URL and the network"
+        return aws.no_answer(str(client.meta.endpoint_url), type(error).__name__)
     if isinstance(error, boto.ClientError):
         return _refusal(error, bucket_key)
     return str(masked(f"{type(error).__name__}: {error}"))
-
-
-def _endpoint(client: Any) -> str:
-    parsed = urlsplit(str(client.meta.endpoint_url))
-    return f"{parsed.scheme}://{parsed.hostname}" + (f":{parsed.port}" if parsed.port else "")
 
 
 def _refusal(error: Any, bucket_key: str) -> str:
@@ -162,15 +124,14 @@ def _refusal(error: Any, bucket_key: str) -> str:
         "404": missing,
         "AccessDenied": "access is denied: the credentials of AWS_* need s3:ListBucket on the bucket, and "
         "s3:GetObject, s3:PutObject and s3:DeleteObject on what is in it",
-        "403": "access is denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and their right to read and "
-        "write there",
-        "InvalidAccessKeyId": "AWS_ACCESS_KEY_ID is not known there",
-        "SignatureDoesNotMatch": "AWS_SECRET_ACCESS_KEY does not fit AWS_ACCESS_KEY_ID",
-        "ExpiredToken": "AWS_SESSION_TOKEN has expired",
+        "403": f"{aws.DENIED} and write there",
+        "InvalidAccessKeyId": aws.UNKNOWN_KEY,
+        "SignatureDoesNotMatch": aws.WRONG_SECRET,
+        "ExpiredToken": aws.EXPIRED,
         "NoSuchUpload": "the store has forgotten the parts that it had: they are sent again with the next start",
     }
     if code in remedies:
         return remedies[code]
     if status in (301, 307):
-        return "the bucket is in another region: set AWS_DEFAULT_REGION"
+        return aws.OTHER_REGION
     return str(masked(f"{code or status}: {error.response.get('Error', {}).get('Message', '')}"))

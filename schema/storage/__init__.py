@@ -1,0 +1,1 @@
+"""Buckets and file systems of others: their addresses, and what the environment says of S3."""
