@@ -35,6 +35,7 @@ from schema.util.atomic_file import write_text
 from schema.util.threads import exit_after
 from schema.util.tls import TlsFileError, server_context
 from schema.wire.invalid import describe
+from schema.wire.mixture import OtherSourcesError
 from schema.wire.prompts import PromptFileError
 
 log = logging.getLogger(__name__)
@@ -292,7 +293,7 @@ async def open_job(
         await job.save()
     except BaseException as error:
         await store.close()
-        if isinstance(error, PromptFileError):
+        if isinstance(error, PromptFileError | OtherSourcesError):
             raise StartError(str(error)) from None
         raise
     return job

@@ -12,6 +12,7 @@ import typer
 from launcher.commands import configuration, convert, init, kept, machines, operate, plot, samples, try_reward
 from launcher.commands.options import Cores, GpuMemory, HostMemory, Overrides, print_json, print_problems
 from launcher.errors import LaunchError
+from launcher.evaluation import command as evaluation_command
 from launcher.processes.signals import ended_at_once
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ Look and operate (from another terminal)
   cosmos-launch stop --wait 60                            end it in order, and wait for that
   cosmos-launch checkpoint --wait 60                      save a checkpoint now
   cosmos-launch profile --wait 600                        record a training step, to see where its time goes
+  cosmos-launch eval outputs/a outputs/b --config run.toml -n 8   mean@n, pass@k and maj@n of several models
   cosmos-launch export outputs/20260131120000 -o my-model its newest checkpoint as a model for transformers
   cosmos-launch replay outputs/20260131120000             its recorded batches through the trainer alone
   cosmos-launch pause, cosmos-launch resume               hand out no more work; go on
@@ -104,6 +106,7 @@ app.command()(configuration.validate)
 app.command()(configuration.show)
 app.command()(configuration.schema)
 app.command()(try_reward.try_reward)
+app.command("eval")(evaluation_command.eval_)
 app.command()(operate.status)
 app.command()(operate.stop)
 app.command()(operate.pause)
@@ -123,7 +126,9 @@ app.command()(plot.dashboard)
 
 
 COMMANDS = frozenset(
-    command.callback.__name__.replace("_", "-") for command in app.registered_commands if command.callback
+    command.name or command.callback.__name__.replace("_", "-")
+    for command in app.registered_commands
+    if command.callback
 )
 
 

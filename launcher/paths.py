@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from schema.config import BUILTIN_REWARDS, Config, local_path
 from schema.config.secrets import cut
+from schema.storage.address import is_remote
 from schema.wire.store_url import is_url
 
 TLS_FILES = tuple(
@@ -34,20 +35,21 @@ def resolved(config: Config, base: str = "") -> dict[str, Any]:
     for key in {"variant", "advantage_estimator"} & policy.keys():
         policy[key] = _reward(policy[key], base)
     for dataset in (policy["dataset"], data["validation"]["dataset"], data["evaluation"]["dataset"]):
-        if not dataset["name"].startswith("synthetic:"):
-            dataset["name"] = _source(dataset["name"], base)
-        dataset["files"] = [absolute(file, base) for file in dataset["files"]]
+        for part in (dataset, *dataset["part"]):
+            _resolve_rows(part, base)
     train["output_dir"] = absolute(train["output_dir"], base)
     if isinstance(train["resume"], str):
         train["resume"] = absolute(train["resume"], base)
     if data["weight_sync"]["store"] and not is_url(data["weight_sync"]["store"]):
         data["weight_sync"]["store"] = absolute(data["weight_sync"]["store"], base)
     conversations = data["rollout"]["multi_turn_config"]
-    named = [(data[section], name) for section, name in (*TLS_FILES, ("controller", "payload_store"))]
-    for table, name in (*named, (conversations, "custom_chat_template_path")):
+    policy_paths = [(policy, "dataset_cache_dir"), (conversations, "custom_chat_template_path")]
+    directories = (("controller", "payload_store"), ("logging", "samples_dir"))
+    named = [(data[section], name) for section, name in (*TLS_FILES, *directories)]
+    for table, name in (*named, *policy_paths):
         if table[name]:
             table[name] = absolute(table[name], base)
-    for section in (policy, data["validation"], data["evaluation"]):
+    for section in (policy, data["validation"], *data["validation"]["dataset"]["part"], data["evaluation"]):
         for key in ("reward_function", "filter_reward_metric"):
             if key in section:
                 section[key] = _rewards(section[key], base)
@@ -66,6 +68,15 @@ def leaves(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 def _source(name: str | None, base: str) -> str | None:
     path = local_path(name) if name else None
     return name if path is None else absolute(str(path), base)
+
+
+def _resolve_rows(dataset: dict[str, Any], base: str) -> None:
+    """Make the paths of a dataset absolute."""
+    name = dataset["name"]
+    if not name.startswith("synthetic:") and not is_remote(name):
+        dataset["name"] = _source(name, base)
+    dataset["files"] = [file if is_remote(file) else absolute(file, base) for file in dataset["files"]]
+    dataset["custom_class"] = _reward(dataset["custom_class"], base)
 
 
 def _reward(name: str, base: str) -> str:

@@ -41,6 +41,7 @@ from policy_worker.training.loop import Algorithm, Loop
 from policy_worker.training.sft import HeldOut, Sft
 from policy_worker.training.teachers import Teachers, tokenizer_of
 from policy_worker.training.time_share import TimeShare
+from policy_worker.weights.publisher import publish_once
 from schema.config import Config, check_model_warnings
 from schema.config.fetched import fetched_by, refusal
 from schema.config.layout import reference_is_within
@@ -86,6 +87,9 @@ def _train(
     reply, resumption = _register(group, session)
     config = Config.model_validate(reply.config)
     several = config.policy.parallelism.n_init_replicas > 1
+    if config.validation.only and session is not None:
+        _refuse_models(config, group)
+        return publish_once(config, session)
     group.set_control_timeout(config.controller.controller_lost_timeout)
     shutdown.grace = config.launcher.shutdown_timeout
     time_share = TimeShare(group, session, shutdown) if config.shares_time else None

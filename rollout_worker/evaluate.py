@@ -25,8 +25,10 @@ from rollout_worker.rewards.pool import RewardPool, RewardPoolError, RewardResul
 from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.rewards.scoring import score_of
 from schema.config import Config
+from schema.scores.summary import ScoredPrompt, summarise
 from schema.util.atomic_file import replacing, write_text
 from schema.util.text import configure_logging
+from schema.wire.messages import SourceScores
 
 log = logging.getLogger("rollout_worker.evaluate")  # run with -m, __name__ would say nothing
 
@@ -39,41 +41,31 @@ MAX_ERRORS_SHOWN = 5
 
 @dataclass(slots=True)
 class SourceTally:
-    """Sums over the prompts of one data source."""
+    """The prompts of one data source, and sums of the single rewards."""
 
-    prompts: int = 0
-    responses: int = 0
-    errors: int = 0
-    scored_prompts: int = 0
-    mean_sum: float = 0.0
-    best_sum: float = 0.0
+    prompts: list[ScoredPrompt] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     rewarded: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
-    def add(self, scores: list[float], rewards: Iterable[Mapping[str, float]], failed: int) -> None:
-        """One prompt: the scores of its answers (those that have one) and the single rewards."""
-        self.prompts += 1
-        self.responses += len(scores) + failed
-        self.errors += failed
+    def add(self, prompt: ScoredPrompt, rewards: Iterable[Mapping[str, float]]) -> None:
+        """One prompt, and the single rewards of its answers that have a score."""
+        self.prompts.append(prompt)
         for values in rewards:
             for name, value in values.items():
                 self.rewards[name] += value
                 self.rewarded[name] += 1
-        if scores:
-            self.scored_prompts += 1
-            self.mean_sum += sum(scores) / len(scores)
-            self.best_sum += max(scores)
 
-    def summary(self) -> dict[str, Any]:
-        """`score`: mean over prompts of the mean over their answers; `best`: of their best answer."""
-        scored = self.scored_prompts
+    def summary(self, scores: SourceScores) -> dict[str, Any]:
+        """`score`: mean over prompts of the mean over their answers; `best`: of their best answer; `scores`: all."""
+        best = scores.mean if scores.best is None else scores.best
         return {
-            "prompts": self.prompts,
-            "responses": self.responses,
-            "errors": self.errors,
-            "score": self.mean_sum / scored if scored else None,
-            "best": self.best_sum / scored if scored else None,
+            "prompts": scores.prompts,
+            "responses": scores.samples + scores.errors,
+            "errors": scores.errors,
+            "score": scores.mean and scores.mean.value,
+            "best": best and best.value,
             "rewards": {name: self.rewards[name] / self.rewarded[name] for name in sorted(self.rewards)},
+            "scores": scores.model_dump(mode="json"),
         }
 
 
@@ -93,14 +85,13 @@ async def evaluate(config: Config, run_dir: Path) -> dict[str, Any]:
     pool = RewardPool(weights, config.custom, config.reward)
     await pool.start()
     try:
-        return await _score_all(run_dir, pool, weights, config.reward_names)
+        return await _score_all(run_dir, pool, config)
     finally:
         await pool.close()
 
 
-async def _score_all(
-    run_dir: Path, pool: RewardPool, weights: Mapping[str, float], names: Mapping[str, str]
-) -> dict[str, Any]:
+async def _score_all(run_dir: Path, pool: RewardPool, config: Config) -> dict[str, Any]:
+    weights, names = config.evaluation.reward_weights, config.reward_names
     tallies: dict[str, SourceTally] = defaultdict(SourceTally)
     errors: list[str] = []
     waiting: deque[tuple[dict[str, Any], list[asyncio.Future[RewardResult]]]] = deque()
@@ -114,14 +105,15 @@ async def _score_all(
                 in_flight -= await _settle(waiting.popleft(), weights, names, tallies, errors, file)
             if time.monotonic() - reported > REPORT_EVERY_S:
                 reported = time.monotonic()
-                log.info("%s prompts scored", f"{tallies[ALL].prompts:,}")
+                log.info("%s prompts scored", f"{len(tallies[ALL].prompts):,}")
         while waiting:
             await _settle(waiting.popleft(), weights, names, tallies, errors, file)
     whole = tallies.pop(ALL)
+    scores = summarise(whole.prompts, config.evaluation.pass_score)
     summary = {
-        **whole.summary(),
+        **whole.summary(scores.whole),
         "seconds": round(time.monotonic() - began, 3),
-        "sources": {name: tallies[name].summary() for name in sorted(tallies)},
+        "sources": {name: tallies[name].summary(of_source) for name, of_source in scores.sources.items()},
         "error_examples": errors,
     }
     write_text(run_dir / "evaluation.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
@@ -144,18 +136,18 @@ async def _settle(
     scores, faults = [score for score, _ in judged], [error for _, error in judged]
     kept = [score for score in scores if score is not None]
     source = row.get("data_source")
-    for name in {ALL, source if isinstance(source, str) and source != ALL else ""} - {""}:
-        tallies[name].add(
-            kept,
-            [values for values, fault in zip(rewards, faults, strict=True) if not fault],
-            len(scores) - len(kept),
-        )
+    source = source if isinstance(source, str) and source != ALL else ""
+    answers = [result.answer for result, score in zip(results, scores, strict=True) if score is not None]
+    prompt = ScoredPrompt(source, kept, answers, len(scores) - len(kept))
+    for name in {ALL, source} - {""}:
+        tallies[name].add(prompt, [values for values, fault in zip(rewards, faults, strict=True) if not fault])
     errors += [fault for fault in faults if fault][: MAX_ERRORS_SHOWN - len(errors)]
     line = {
         "key": row["key"],
         "scores": scores,
         "rewards": rewards,
         "errors": faults,
+        "answers": [result.answer for result in results],
         "seconds": [round(result.seconds, 6) for result in results],
     }
     file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -18,6 +18,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from controller.client import AsyncClient, ControllerError
@@ -25,6 +26,7 @@ from rollout_worker.engines import create_engine
 from rollout_worker.engines.base import Engine
 from rollout_worker.engines.vllm.nodes import nodes_of
 from rollout_worker.groups.leasing import Leasing
+from rollout_worker.groups.local_rows import LocalRows
 from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher, shared_payloads
 from rollout_worker.groups.time_share import TimeShare
@@ -137,9 +139,11 @@ class Worker:
             config.controller.max_request_bytes,
             shared_payloads(config, self._session.reply.job_id),
         )
+        reply = self._session.reply
+        rows = await asyncio.to_thread(LocalRows.of, reply, Path(reply.run_dir))
         weights = WeightFollower(config.weight_sync, self._session, engine, host, self._leases, self._metrics)
         leasing = Leasing(
-            config, self._session, engine, self._leases, weights, pusher, self.shutdown, self._metrics, stops
+            config, self._session, engine, self._leases, weights, pusher, self.shutdown, self._metrics, rows, stops
         )
         generating = GenerationPipeline(config, engine, tokenizer, self._leases, leasing, rewards, pusher)
         self._metrics.rewards = rewards.stats
@@ -260,5 +264,5 @@ class Worker:
 
 def reward_pool(config: Config) -> RewardPool:
     """The processes that run the reward functions of training and validation, not started yet."""
-    functions = {*config.grpo.reward_weights, *config.validation_reward_weights}
+    functions = {*config.training_reward_weights, *config.validation.reward_weights, *config.validation_reward_names}
     return RewardPool(functions, config.custom, config.reward)

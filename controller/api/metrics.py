@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from controller.services.controller import Controller
+from schema.scores.summary import estimates_of
 from schema.wire.messages import JobStatus, Phase, WeightsStatus
 
 Samples = dict[tuple[str, ...], float]
@@ -60,6 +61,14 @@ class JobCollector(Collector):
             ):
                 if number is not None:
                     yield _gauge(f"validation_{name}", f"{what} of the last validation", {(): number}, (), job)
+            if last.scores is not None:
+                values: Samples = {
+                    (source, name): estimate.value
+                    for source, scores in {"": last.scores, **last.sources}.items()
+                    for name, estimate in estimates_of(scores).items()
+                }
+                text = "mean@n, pass@k, maj@n and best@n of the last validation; no source: of all"
+                yield _gauge("validation_estimate", text, values, ("source", "name"), job)
         alarms: Samples = {(alarm.name,): 1.0 for alarm in status.alarms}
         yield _gauge("alarm", "1 for each alarm that is on", alarms, ("name",), job)
         yield from self._weights(status.weights, job)

@@ -79,10 +79,10 @@ class RunFiles(RunView):
             "step": 0 if last is None else last.step + 1,
             "metrics": {} if last is None else last.metrics,
             "reward": self.steps.newest("reward_mean"),
-            "validation": {"version": scores[-1][0], "score_mean": scores[-1][1]}
-            if scores
-            else {"version": losses[-1][0], "loss": losses[-1][1]}
+            "validation": {"version": losses[-1][0], "loss": losses[-1][1]}
             if losses
+            else {"version": scores[-1][0], "score_mean": scores[-1][1]}
+            if scores
             else None,
             "samples_per_s": self.steps.overall().samples_per_s,
             "tokens_per_s": self.steps.overall().tokens_per_s,

@@ -35,6 +35,9 @@ Point = tuple[int, float | None]
 
 VALIDATION, VALIDATION_LOSS = "validation", "validation_loss"
 """The metric of the curve of held-out scores, by weight version."""
+SOURCES = "validation/source/"
+"""The beginning of the metrics of validation sets and data sources; as a metric it asks for all of them."""
+MOST_SOURCES = 32
 MOST_SPANS, MOST_MARKS, MOST_MOMENTS = 2000, 500, 2000
 MOST_KEPT = 1000
 """Steps whose samples are listed."""
@@ -57,6 +60,8 @@ class EventHistory:
         """The newest that was published."""
         self.validations: dict[int, float | None] = {}
         """Score by version."""
+        self.sources: dict[str, dict[int, float | None]] = {}
+        """Mean score of each validation set or data source by version, by the names that trackers show."""
         self.losses: dict[int, float] = {}
         """Loss on held-out conversations by version."""
         self.health = event_file.Health()
@@ -77,8 +82,9 @@ class EventHistory:
             version, score, loss = int(data["version"]), data.get("score_mean"), data.get("loss")
             if loss is not None:
                 self.losses[version] = float(loss)
-            else:
+            if loss is None or data.get("scores") is not None:
                 self.validations[version] = None if score is None else float(score)
+                self._sources(version, data.get("sources", {}))
         elif kind is EventKind.SCALE:
             self.scaling.scale(event)
             if data["desired"] != data["before"]:
@@ -88,6 +94,15 @@ class EventHistory:
         if kind is EventKind.REWIND:
             self.validations = {v: score for v, score in self.validations.items() if v <= data["step"]}
             self.losses = {v: loss for v, loss in self.losses.items() if v <= data["step"]}
+            kept = {name: {v: s for v, s in of.items() if v <= data["step"]} for name, of in self.sources.items()}
+            self.sources = {name: scores for name, scores in kept.items() if scores}
+
+    def _sources(self, version: int, sources: dict[str, Any]) -> None:
+        """Note the scores of several sources; of a single one they are those of all."""
+        for name, scores in sources.items() if len(sources) > 1 else ():
+            curve, mean = f"{SOURCES}{name}/mean@{int(scores['n'])}", scores["mean"]
+            if curve in self.sources or len(self.sources) < MOST_SOURCES:
+                self.sources.setdefault(curve, {})[version] = None if mean is None else float(mean["value"])
 
     def _mark(self, event: Event) -> None:
         self._marks.append(d.Mark(at=event.at, kind=str(event.kind), text=event.text))
@@ -207,6 +222,8 @@ class RunView(ABC):
         curves = {name: thin(self.steps.curve(name), most) for name in metrics if name in names}
         if VALIDATION in metrics and self.history.validations:
             curves[VALIDATION] = thin(sorted(self.history.validations.items()), most)
+        for name, scores in self.history.sources.items() if SOURCES in metrics else ():
+            curves[name] = thin(sorted(scores.items()), most)
         if VALIDATION_LOSS in metrics and self.history.losses:
             curves[VALIDATION_LOSS] = thin(sorted(self.history.losses.items()), most)
         return d.Curves(total=len(self.steps), names=sorted(names), curves=curves)

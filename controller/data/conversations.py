@@ -123,10 +123,10 @@ def _json_list(text: str) -> list[Any] | None:
     return value if value and all(isinstance(turn, dict) for turn in value) else None
 
 
-def read_tools(value: Any, where: str) -> list[Any] | None:
-    """The tools that a column `tools` defines: a list of objects, each or all as JSON text; None: there are none.
+def read_tools(value: Any, where: str, column: str) -> list[Any] | None:
+    """The tools that a column defines: a list of objects, each or all as JSON text; None: there are none.
 
-    Raises `DataError` naming `where`.
+    Raises `DataError` naming `where` and column.
     """
     if is_missing(value) or (isinstance(value, str) and not value.strip()):
         return None
@@ -134,10 +134,10 @@ def read_tools(value: Any, where: str) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise DataError(f"{where}: `tools` must be a list of definitions, not {type(tools).__name__}; {_RENAME}")
+        raise DataError(f"{where}: `{column}` must be a list of definitions, not {type(tools).__name__}; {_RENAME}")
     tools = [_tool(tool, where) if isinstance(tool, str) else jsonable(tool) for tool in tools]
     if wrong := [tool for tool in tools if not isinstance(tool, dict)]:
-        raise DataError(f"{where}: `tools` holds {wrong[0]!r:.50}, which is not a definition; {_RENAME}")
+        raise DataError(f"{where}: `{column}` holds {wrong[0]!r:.50}, which is not a definition; {_RENAME}")
     return tools
 
 

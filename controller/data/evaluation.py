@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from controller.data.errors import DataError
-from controller.data.prompts import check_source
+from controller.data.parts import Part, answer_parts, check_source
+from controller.data.reading.sources import column
 from controller.data.rows import (
     batches,
     command,
@@ -31,7 +32,6 @@ from controller.data.rows import (
     value,
     with_columns,
 )
-from controller.data.sources import RowSource, column, open_source, require_column
 from controller.data.values import jsonable
 from schema.config import Config, EvaluationConfig
 from schema.util.atomic_file import replacing
@@ -48,51 +48,42 @@ def prepare(config: Config, run_dir: Path, report_only: bool = False) -> int:
         path = run_dir / "data" / "evaluation.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         target = stack.enter_context(replacing(path)) if not report_only else Path(os.devnull)
-        _read(config, report, stack.enter_context(target.open("w", encoding="utf-8")))
+        _read(config, report, stack.enter_context(target.open("w", encoding="utf-8")), run_dir)
         report.write(run_dir)
-        return report.files["evaluation"].kept
+        return sum(rows.kept for rows in report.files.values())
 
 
-def _read(config: Config, report: DataReport, file: TextIO) -> None:
-    section = config.evaluation
-    source = open_source(section.dataset, "validation", config.effective_seed)
-    columns = {
-        "prompt_column_name": section.prompt_column_name,
-        "responses_column_name": section.responses_column_name,
-        "reference_column_name": section.reference_column_name,
-    }
-    by_source = "by_source" in section.reward_weights
-    if by_source:
-        columns["data_source_column_name"] = section.data_source_column_name
-    for key, name in columns.items():
-        if name:
-            require_column(source, name, f"{_SECTION}.{key}")
-    rows = report.files["evaluation"] = report_of(source)
-    for batch in batches(source, lambda _: True):
-        rows.read += len(batch)
-        for i, row in batch:
-            with judged(rows.bad):
-                line = read_row(config, source, i, row, rows)
-                file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-                rows.kept += 1
+def _read(config: Config, report: DataReport, file: TextIO, run_dir: Path) -> None:
+    parts = answer_parts(config, run_dir)
+    for part in parts:
+        name = f"{_SECTION}/{part.label}" if part.label else _SECTION
+        rows = report.files[name] = report_of(part.source)
+        for batch in batches(part.source, lambda _: True):
+            rows.read += len(batch)
+            for i, row in batch:
+                with judged(rows.bad):
+                    line = read_row(config, part, i, row, rows)
+                    file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+                    rows.kept += 1
     refuse_bad(report)
-    if not rows.read:
-        raise DataError(f"{_SECTION}.dataset: {source.name} has no rows")
-    logger.info("%s rows of %s read", f"{rows.read:,}", source.name)
+    for part, rows in zip(parts, report.files.values(), strict=True):
+        if not rows.read:
+            raise DataError(f"{part.section}: {part.source.name} has no rows")
+        logger.info("%s rows of %s read", f"{rows.read:,}", part.source.name)
 
 
-def read_row(config: Config, source: RowSource, i: int, row: dict[str, Any], report: FileReport) -> dict[str, Any]:
+def read_row(config: Config, part: Part, i: int, row: dict[str, Any], report: FileReport) -> dict[str, Any]:
     """One line of the file. Raises `DataError` for a row without answers, reference or known source.
 
     What becomes of columns is noted in the report.
     """
-    section = config.evaluation
+    section, source = config.evaluation, part.source
     answers = value(row, section.responses_column_name, source, i)
     line = {
-        "key": f"evaluation/{i + 1}",
+        "key": f"{_SECTION}/{part.label}/{i + 1}" if part.label else f"{_SECTION}/{i + 1}",
         "prompt": jsonable(value(row, section.prompt_column_name, source, i)),
         "responses": _responses(answers, section, source.where(i)),
-        "data_source": _source_of(row, section, source, i),
+        "data_source": _source_of(row, section, part, i),
     }
     columns = {
         "prompt": section.prompt_column_name,
@@ -107,12 +98,15 @@ def read_row(config: Config, source: RowSource, i: int, row: dict[str, Any], rep
     return with_columns(line, columns, others, source, i, report)
 
 
-def _source_of(row: dict[str, Any], section: EvaluationConfig, source: RowSource, i: int) -> str | None:
+def _source_of(row: dict[str, Any], section: EvaluationConfig, part: Part, i: int) -> str | None:
     """The row's source, by which scores are grouped; None without such a column. `by_source` must know it."""
+    given = part.named_source(row, section.data_source_column_name)
     if "by_source" in section.reward_weights:
-        name = value(row, section.data_source_column_name, source, i)
-        check_source(name, source.where(i), f"{_SECTION}.reward_function")
+        name = value(row, section.data_source_column_name, part.source, i) if given is None else given
+        check_source(name, part.where(i), f"{_SECTION}.reward_function")
         return str(name)
+    if given is not None:
+        return given
     try:
         name = column(row, section.data_source_column_name)
     except KeyError:

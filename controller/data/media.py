@@ -12,9 +12,9 @@ from typing import Any
 
 from controller.data.conversations import Message, as_messages
 from controller.data.errors import DataError
+from controller.data.reading.sources import optional_column
 from controller.data.rows import Row
-from controller.data.sources import optional_column
-from schema.config import DatasetConfig
+from schema.config.sections.dataset import DatasetKeys
 
 _PLACEHOLDER = re.compile(
     r"<image>|<(?i:image|video|audio)[ _-]?\d+>|<\|(?i:image|video|audio|vision)[^|<>\s]*\|>"
@@ -44,19 +44,19 @@ USUAL_COLUMNS = {
 """
 
 
-def refuse_media(dataset: DatasetConfig, section: str, row: Row, prompt: str | list[Message], where: str) -> None:
+def refuse_media(dataset: DatasetKeys, section: str, row: Row, prompt: str | list[Message], where: str) -> None:
     """Refuse a row that is not of text alone; with an empty `image_column_name` the user says that all rows are.
 
     section: the config section of `dataset`. where: how an error names the row. Raises `DataError`.
     """
     if not dataset.image_column_name:
         return
-    for name, texts in (USUAL_COLUMNS | {dataset.image_column_name: _ANY}).items():
-        if _holds_media(optional_column(row, name), texts):
+    for name, texts in {**USUAL_COLUMNS, dataset.image_column_name: _ANY}.items():
+        if (name in row or "." in name) and _holds_media(optional_column(row, name), texts):
             raise _refusal(where, f"the column `{name}` has a value", section)
     for turn in as_messages(prompt):
         for name, texts in USUAL_COLUMNS.items():
-            if _holds_media(turn.get(name), texts):
+            if name in turn and _holds_media(turn[name], texts):
                 raise _refusal(where, f"a turn of its prompt has {name}", section)
         if turn["role"] == "assistant":
             continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,15 +17,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from controller.data.errors import DataError
 from controller.data.loss_masks.tokens import Ids, Mask
-from controller.data.sources import RowSource, column, coverage_of
+from controller.data.reading.sources import RowSource, column, coverage_of
+from controller.data.reading.tables import PASSED
 from controller.data.values import is_missing, jsonable
 from schema.config import Config
 from schema.config.modules import ExternalModuleError
 from schema.util.text import configure_logging
-from schema.wire.data_report import LISTED, LONGEST_SAMPLE, DataReport, FileReport, Lengths, Rows
+from schema.wire.data_report import LISTED, DataReport, FileReport, Rows
 
 logger = logging.getLogger("controller.data.prepare")  # one name for all of the preparation
 
@@ -32,17 +35,22 @@ BATCH = 256  # rows tokenised in one call: the tokenizer's own overhead is gone 
 REPORT_EVERY_S = 2.0
 Row = dict[str, Any]
 Keep = Callable[[int], bool]
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass
 class Prepared:
-    """Rows of one file, and what became of the others."""
+    """A chunk of rows, and what became of the others."""
 
     report: FileReport
     token_ids: list[Ids] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    """The domain of each row, where domains have shares."""
+    order: list[float] = field(default_factory=list)
+    """The number of each row in the curriculum, where a column orders them."""
 
     def add(self, ids: Ids, row: Row, mask: Mask | None = None) -> None:
         self.token_ids.append(ids)
@@ -52,17 +60,6 @@ class Prepared:
 
     def leave_out(self, reason: str, where: str) -> None:
         self.report.left_out.setdefault(reason, Rows()).add(where)
-
-    def finish(self, bound: Bound, decode: Callable[[Ids], str]) -> Prepared:
-        """Complete the report; decode: tokens as text."""
-        report, kept = self.report, len(self.rows)
-        report.kept = kept
-        if self.lengths:
-            p50, p99, longest = np.percentile(self.lengths, (50, 99, 100), method="inverted_cdf").tolist()
-            report.lengths = Lengths(p50=p50, p99=p99, longest=longest, limit=bound.tokens, reason=bound.reason)
-        chosen = sorted({0, kept // 2, kept - 1}) if kept else []
-        report.samples = [decode(self.token_ids[i])[:LONGEST_SAMPLE] for i in chosen]
-        return self
 
 
 @dataclass(frozen=True)
@@ -76,9 +73,9 @@ class Bound:
     what: str
     reason: str
     section: str
-    rule: Literal["drop", "error", "left", "right"]
+    rule: Literal["drop", "error", "left", "right", "middle"]
 
-    def fit(self, length: int, where: str, out: Prepared) -> slice | None:
+    def fit(self, length: int, where: str, out: Prepared) -> slice | Indices | None:
         """Select the tokens that stay; None: the row is left out. Notes the length, and what it leaves out or cuts.
 
         Raises `DataError` naming the row when the rule is `error`.
@@ -89,13 +86,17 @@ class Bound:
         if self.rule == "error":
             raise DataError(
                 f"{where}: {length} tokens, and {self.what} may have {self.tokens} ({self.reason}); shorten it, "
-                f'raise that bound, or write {self.section}.overlong_prompts = "drop", "left" or "right"'
+                f'raise that bound, or write {self.section}.overlong_prompts = "drop", "left", "right" or "middle"'
             )
         if self.rule == "drop" or self.tokens < 1:
             out.leave_out(f"{self.what} of more than {self.tokens} tokens ({self.reason})", where)
             return None
-        cut = f"cut on the {self.rule} to {self.tokens} tokens ({self.reason})"
+        cut = f"cut {'in' if self.rule == 'middle' else 'on'} the {self.rule} to {self.tokens} tokens ({self.reason})"
         out.report.cut.setdefault(cut, Rows()).add(where)
+        if self.rule == "middle":
+            begin = self.tokens // 2
+            places: Indices = np.r_[:begin, length - (self.tokens - begin) : length]
+            return places
         return slice(length - self.tokens, None) if self.rule == "left" else slice(self.tokens)
 
 
@@ -162,17 +163,26 @@ def refuse_bad(report: DataReport) -> None:
         raise DataError(f"{bad.count:,} rows cannot be used{listed}; the first: {bad.first[0]}")
 
 
-def batches(source: RowSource, keep: Keep) -> Iterator[list[tuple[int, Row]]]:
-    """Kept rows with their index in the source, in batches; says how far it is on long work."""
+def share_of(n: int, keep: Keep, size: int, number: int, workers: int) -> Keep:
+    """Choose the kept rows in every so many batches: those of one of several workers. n: all rows."""
+    kept = np.fromiter(map(keep, range(n)), bool, n)
+    share = (kept & ((np.cumsum(kept) - 1) // size % workers == number)).tobytes()
+    return lambda i: share[i] != 0
+
+
+def batches(
+    source: RowSource, keep: Keep, size: int = BATCH, *, quiet: bool = False
+) -> Iterator[list[tuple[int, Row]]]:
+    """Kept rows with their index in the source, in batches; says how far it is on long work, unless it is quiet."""
     total, reported = len(source), time.monotonic()
     batch: list[tuple[int, Row]] = []
-    for i, row in enumerate(source.rows()):
-        if keep(i):
+    for i, row in enumerate(source.rows(keep)):
+        if row is not PASSED:
             batch.append((i, row))
-        if len(batch) == BATCH:
+        if len(batch) == size:
             yield batch
             batch = []
-            if time.monotonic() - reported > REPORT_EVERY_S:
+            if not quiet and time.monotonic() - reported > REPORT_EVERY_S:
                 reported = time.monotonic()
                 logger.info("%s: %s of %s rows", source.name, f"{i + 1:,}", f"{total:,}")
     if batch:
@@ -190,6 +200,18 @@ def value(row: Row, name: str, source: RowSource, i: int) -> Any:
     if isinstance(content, bytes):
         raise DataError(f"{source.where(i)}: `{name}` holds bytes; write it as text")
     return content
+
+
+def number(row: Row, name: str, source: RowSource, i: int) -> float:
+    """The number in a column of row i. Raises `DataError` where there is none."""
+    content = value(row, name, source, i)
+    try:
+        result = math.nan if isinstance(content, bool | list | dict) else float(content)
+    except (TypeError, ValueError, OverflowError):
+        result = math.nan
+    if not math.isfinite(result):
+        raise DataError(f"{source.where(i)}: `{name}` must be a number, not {str(content)[:40]!r}")
+    return result
 
 
 def with_columns(

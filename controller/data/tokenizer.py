@@ -32,6 +32,7 @@ from controller.data.loss_masks.turns import MARKER, AssistantTurns, Mode
 from schema.config import Config
 from schema.config.chat_template import TemplateError, read_template
 from tokenization.loading import TokenizerError, load
+from tokenization.loading.source import GENERIC_CLASSES, is_own
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class PromptTokenizer:
             self._tokenizer.chat_template = template
         self.own_template = template
         self._template: str | None = self._tokenizer.chat_template
+        self._is_plain = type(self._tokenizer).__name__ in GENERIC_CLASSES and not is_own(self._tokenizer)
         self._thinking = thinking
         self._tools: list[Any] | None = None
         self._before, self._behind = self._added()
@@ -200,6 +202,17 @@ class PromptTokenizer:
         ]
         return [self._begun_too(talk) for talk in encode_all(rendered, self._ids, prefixes=self._prefixes)]
 
+    def identity(self) -> list[str]:
+        """All that its own code and its files say of it, as text: the template first."""
+        tokenizer = self._tokenizer
+        settings = json.dumps(tokenizer.init_kwargs, sort_keys=True, default=repr)
+        return [repr(tokenizer.chat_template), settings, tokenizer.backend_tokenizer.to_str()]
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules of its own code; empty: transformers has its class."""
+        return [type(self._tokenizer).__module__] if is_own(self._tokenizer) else []
+
     @property
     def eos_token_id(self) -> int | None:
         """The token that ends a text; None: the tokenizer names none."""
@@ -212,6 +225,9 @@ class PromptTokenizer:
         """Token ids of texts, without the special tokens that the tokenizer adds."""
         if not texts:
             return []
+        if self._is_plain:  # its ids alone: the class would make masks of the same length, too
+            encodings = self._tokenizer.backend_tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
         encoded = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return [list(ids) for ids in encoded]
 

@@ -8,7 +8,7 @@ the length of a run, and still a rewind knows which positions were trained since
     rows    "s<step>"  {"t": positions trained in this step, "s": samples trained by staleness}
             "d<n>"     [[position, reason], …]: the n-th DROPS_PER_ROW drops
 
-Positions are those of the stream: epoch * positions per epoch + position. Each stands here at most once, and never
+Positions are those of the stream (`schema.wire.mixture`). Each stands here at most once, and never
 while its group is in the ledger.
 """
 
@@ -35,12 +35,13 @@ class _Step:
 class Archive:
     """See the module's docstring."""
 
-    def __init__(self) -> None:
+    def __init__(self, sources: int = 1) -> None:
+        """sources: how many streams take turns in the numbers of positions: each of its own length."""
         self._steps: dict[int, _Step] = {}
         self._drops = array("q")
         self._reasons: list[str] = []
-        self._outcome = array("i")
-        """By position: the step, or a negative mark."""
+        self._outcomes = [array("i") for _ in range(sources)]
+        """By source, and by position in its stream: the step, or a negative mark."""
         self._dirty: set[str] = set()
 
     # ---- what others ask ----------------------------------------------------------------------------------
@@ -86,7 +87,11 @@ class Archive:
         return counts
 
     def _at(self, position: int) -> int:
-        return self._outcome[position] if 0 <= position < len(self._outcome) else _UNKNOWN
+        if position < 0:
+            return _UNKNOWN
+        ordinal, source = divmod(position, len(self._outcomes))
+        outcomes = self._outcomes[source]
+        return outcomes[ordinal] if ordinal < len(outcomes) else _UNKNOWN
 
     # ---- changes ------------------------------------------------------------------------------------------
 
@@ -117,7 +122,7 @@ class Archive:
             del self._steps[number]
             self._dirty.add(f"s{number}")
         for position in positions:
-            self._outcome[position] = _UNKNOWN
+            self._forget(position)
         return positions, staleness
 
     def forget_drop(self, position: int) -> None:
@@ -126,20 +131,27 @@ class Archive:
         last = (len(self._drops) - 1) // DROPS_PER_ROW
         self._dirty.update(f"d{number}" for number in range(index // DROPS_PER_ROW, last + 1))
         self._drops.pop(index)
-        self._outcome[position] = _UNKNOWN
+        self._forget(position)
 
     def clear(self) -> None:
         """Forget everything."""
         self._dirty.update(f"s{number}" for number in self._steps)
         self._dirty.update(f"d{index // DROPS_PER_ROW}" for index in range(0, len(self._drops), DROPS_PER_ROW))
-        self._steps, self._drops, self._outcome = {}, array("q"), array("i")
+        self._steps, self._drops = {}, array("q")
+        self._outcomes = [array("i") for _ in self._outcomes]
 
     def _mark(self, position: int, outcome: int) -> None:
-        missing = position + 1 - len(self._outcome)
+        ordinal, source = divmod(position, len(self._outcomes))
+        outcomes = self._outcomes[source]
+        missing = ordinal + 1 - len(outcomes)
         if missing > 0:
-            self._outcome.extend([_UNKNOWN] * missing)
-        assert self._outcome[position] == _UNKNOWN, f"position {position} ended twice"
-        self._outcome[position] = outcome
+            outcomes.extend([_UNKNOWN] * missing)
+        assert outcomes[ordinal] == _UNKNOWN, f"position {position} ended twice"
+        outcomes[ordinal] = outcome
+
+    def _forget(self, position: int) -> None:
+        ordinal, source = divmod(position, len(self._outcomes))
+        self._outcomes[source][ordinal] = _UNKNOWN
 
     # ---- storing ------------------------------------------------------------------------------------------
 
@@ -161,9 +173,9 @@ class Archive:
         return {"t": list(entry.trained), "s": {str(k): v for k, v in entry.staleness.items()}}
 
     @classmethod
-    def restore(cls, rows: Mapping[str, Any]) -> Archive:
+    def restore(cls, rows: Mapping[str, Any], sources: int = 1) -> Archive:
         """Rebuild from the rows that were written."""
-        archive = cls()
+        archive = cls(sources)
         for name in sorted(rows, key=lambda name: (name[0], int(name[1:]))):
             row = rows[name]
             if name[0] == "d":

@@ -38,8 +38,8 @@ class WaitingStep:
     stragglers: list[Group] = field(default_factory=list)
 
 
-def order(group: Group) -> tuple[int, int, int]:
-    return group.deadline, group.epoch, group.position
+def order(group: Group) -> tuple[int, tuple[int, int, int]]:
+    return group.deadline, group.place
 
 
 def choose(

@@ -9,13 +9,17 @@ positions of the stream it leaves untrained.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from controller.errors import ApiError
 from controller.ledger.group import DONE, DropReason, Group, GroupState
 from controller.ledger.group_table import GroupTable, staleness_of
+from controller.ledger.pass_orders import PassOrders
+from controller.ledger.step_counter import why_other
 from controller.ledger.values import LedgerParams, LedgerTotals
-from schema.wire.messages import ErrorCode, LedgerSnapshot
+from schema.wire.messages import ErrorCode, LedgerSnapshot, MixtureProgress
+from schema.wire.mixture import Mixture, OtherSourcesError
 
 BEGINNING = LedgerSnapshot(committed_steps=0, timeline=0, frontier=0, untrained=[])
 """A checkpoint before the first step would store this: a ledger that began later goes back there with it."""
@@ -55,7 +59,22 @@ def snapshot(table: GroupTable, step: int) -> LedgerSnapshot:
         staleness=table.totals.staleness - since,
         n_positions=table.params.n_positions,
         order=table.params.order or None,
+        mixture=MixtureProgress(**table.mixture.to_record()) if len(table.mixture) > 1 else None,
+        passes=table.passes.to_snapshot(step, _passes(table, untrained)),
     )
+
+
+def _passes(table: GroupTable, untrained: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The source and pass of all groups that may be handed out again, or next."""
+    for at in untrained:
+        data_pass, _, source = table.mixture.place(at)
+        yield source, data_pass
+    yield from enumerate(_begun(table.mixture))
+
+
+def _begun(mixture: Mixture) -> list[int]:
+    """The pass of each source that its next group is of."""
+    return [drawn // source.rows for source, drawn in zip(mixture.sources, mixture.drawn, strict=True)]
 
 
 def rewind(table: GroupTable, step: int, timeline: int | None = None) -> None:
@@ -89,6 +108,7 @@ def rewind(table: GroupTable, step: int, timeline: int | None = None) -> None:
     table.totals.staleness -= staleness
     table.go_back(step, timeline)
     table.closed, table.filtered = None, 0
+    table.fruitless = [0] * len(table.mixture)
 
 
 def _trained_since(group: Group, step: int) -> bool:
@@ -117,9 +137,14 @@ def begin_from(
         ApiError: the snapshot cannot be of this job; nothing has changed.
     """
     check_snapshot(snapshot, table.params)
+    if snapshot.passes is not None:
+        table.passes.load(snapshot.passes)
     table.forget_all()
     table.go_on_from(snapshot, timeline, began)
-    table.frontier, table.closed, table.filtered = snapshot.frontier, None, 0
+    table.mixture = table.params.mixture()
+    if snapshot.frontier:
+        table.load_mixture(None if snapshot.mixture is None else snapshot.mixture.model_dump(), snapshot.frontier)
+    table.closed, table.filtered = None, 0
     table.totals = LedgerTotals(
         staleness=Counter(snapshot.staleness),
         dropped_before=Counter(snapshot.dropped),
@@ -135,24 +160,30 @@ def check_snapshot(snapshot: LedgerSnapshot, params: LedgerParams) -> None:
     Raises:
         ApiError: it is of other data, or its numbers contradict each other; says which and what to do.
     """
-    if snapshot.n_positions not in (None, params.n_positions):
+    continues = snapshot.n_positions in params.grown and snapshot.frontier <= (snapshot.n_positions or 0)
+    if snapshot.n_positions not in (None, params.n_positions) and not continues:
         raise _unusable(
             f"it was made with {snapshot.n_positions} prepared rows, this job has {params.n_positions}: positions "
             f"would be other prompts. Use the same data, or start from the checkpoint's exported weights "
             f"(policy.model_name_or_path) without resuming"
         )
     if snapshot.order is not None and params.order not in ("", snapshot.order):
+        keys = "train.seed, dataloader_shuffle and the curriculum of train.train_policy"
+        why = why_other(snapshot.order, params.order, keys)
         raise _unusable(
-            "its rows are in another order: train.seed and train.train_policy.dataloader_shuffle must be what they "
-            "were, else some prompts would be trained twice and others never"
+            f"its rows are in another order: {why}, else some prompts would be trained twice and others never"
         )
-    if snapshot.frontier > params.total_positions:
+    mixture = params.mixture()
+    _check_mixture(snapshot, mixture)
+    _check_passes(snapshot, params, mixture)
+    # Of several sources a ledger that had lost history may have handed out a few more.
+    if len(mixture) == 1 and snapshot.frontier > mixture.limit:
         raise _unusable(
-            f"{snapshot.frontier} positions were handed out, this job has {params.total_positions}: set train.epoch "
+            f"{snapshot.frontier} positions were handed out, this job has {mixture.limit}: set train.epoch "
             f"and the data to what they were"
         )
     untrained = snapshot.untrained
-    if any(a >= b for a, b in pairwise(untrained)) or (untrained and untrained[-1] >= snapshot.frontier):
+    if any(a >= b for a, b in pairwise(untrained)) or any(mixture.undrawn(at) > 0 for at in untrained):
         raise _unusable(f"its untrained positions must rise and lie below its frontier {snapshot.frontier}")
     unknown = snapshot.dropped.keys() - set(DropReason)
     if unknown:
@@ -162,6 +193,36 @@ def check_snapshot(snapshot: LedgerSnapshot, params: LedgerParams) -> None:
             f"{len(untrained)} untrained and {sum(snapshot.dropped.values())} dropped positions are more than the "
             f"{snapshot.frontier} that were handed out"
         )
+
+
+def _check_passes(snapshot: LedgerSnapshot, params: LedgerParams, mixture: Mixture) -> None:
+    """Whether the orders of later passes can be of this job. Raises `ApiError`."""
+    if snapshot.passes is None:
+        if params.by_results is not None and any(source for source in _begun(mixture)):
+            raise _unusable("it says nothing of results, and later passes of its rows have begun")
+        return
+    try:
+        PassOrders(params.by_results, mixture.sources).load(snapshot.passes)
+    except ValueError as error:
+        raise _unusable(f"{error}. Use the same data") from None
+
+
+def _check_mixture(snapshot: LedgerSnapshot, mixture: Mixture) -> None:
+    """Load what was drawn of each source. Raises `ApiError`: the snapshot is of other sources."""
+    record = snapshot.mixture
+    if record is None and len(mixture) == 1:
+        mixture.drawn[0] = snapshot.frontier
+        return
+    if not snapshot.frontier:
+        return
+    try:
+        if record is None or len(mixture) == 1:
+            raise OtherSourcesError("of the two, one has parts with shares of their own and the other has none")
+        mixture.load(record.model_dump())
+    except OtherSourcesError as error:
+        raise _unusable(f"{error}. Use the same parts, domains and data") from None
+    if mixture.handed_out != snapshot.frontier:
+        raise _unusable(f"its sources have {mixture.handed_out} positions, its frontier is {snapshot.frontier}")
 
 
 def _unusable(why: str) -> ApiError:

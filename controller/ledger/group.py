@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -110,22 +111,26 @@ class SampleMeta:
 _meta_row: Callable[[SampleMeta], tuple[Any, ...]] = attrgetter(*SampleMeta.__slots__)
 
 
-def group_id(epoch: int, position: int) -> str:
-    return f"e{epoch}-p{position}"
+def group_id(epoch: int, position: int, source: int = 0) -> str:
+    """`e<pass>-p<position>`, and `-s<source>` for all sources of a mixture but the first."""
+    return f"e{epoch}-p{position}" + (f"-s{source}" if source else "")
 
 
-def parse_group_id(name: str) -> tuple[int, int] | None:
-    """Epoch and position of a group, from its id; None for any other text."""
-    epoch, _, position = name.removeprefix("e").partition("-p")
-    if not (epoch.isdecimal() and position.isdecimal() and len(name) <= 64):
+def parse_group_id(name: str) -> tuple[int, int, int] | None:
+    """Pass, position and source of a group, from its id; None for any other text."""
+    match = _GROUP_ID.fullmatch(name)
+    if match is None:
         return None
-    parsed = int(epoch), int(position)
+    parsed = int(match[1]), int(match[2]), int(match[3] or 0)
     return parsed if group_id(*parsed) == name else None
+
+
+_GROUP_ID = re.compile(r"e([0-9]{1,18})-p([0-9]{1,18})(?:-s([0-9]{1,9}))?")
 
 
 @dataclass(slots=True)
 class Group:
-    """One position of one epoch. Re-queued, it stays the same group with a higher `attempt`.
+    """One position of one pass through its source. Re-queued, it stays the same group with a higher `attempt`.
 
     `failures` counts attempts that ended in failed rewards, `crashes` holders that crashed with this group in hand.
     `completed_lease` is the last lease under which all samples arrived: a repeated push under it is a duplicate,
@@ -152,6 +157,8 @@ class Group:
     step: int | None = None
     reason: DropReason | None = None
     error: str = ""
+    source: int = 0
+    """Which source of a mixture it is of."""
     leased_at: float = field(default=0.0, compare=False)
     """When its lease was granted, for people; not stored, so unknown (0) to a controller that starts again."""
     missed: int = field(default=0, compare=False)
@@ -159,7 +166,12 @@ class Group:
     id: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.id = group_id(self.epoch, self.position)
+        self.id = group_id(self.epoch, self.position, self.source)
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Pass, position and source: the order in which groups wait and stand in a batch."""
+        return self.epoch, self.position, self.source
 
     def oldest_version(self) -> int:
         """Oldest version that any token of this group may have."""
@@ -199,7 +211,7 @@ class Group:
 FIELDS = (
     "epoch", "position", "state", "attempt", "failures", "crashes", "lease_id", "completed_lease", "replica_id",
     "request_id", "lease_version", "lease_step", "expires", "deadline", "payload_kept", "step", "reason",
-    "error",
+    "error", "source",
 )  # fmt: skip
 """Stored fields of a group in their order; new ones come last, so that older rows can be read."""
 _row: Callable[[Group], tuple[Any, ...]] = attrgetter(*FIELDS)

@@ -11,15 +11,19 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Self
 
 from controller.ledger.archive import Archive
 from controller.ledger.group import OUTSTANDING, DropReason, Group, GroupState, SampleMeta, group_id, parse_group_id
-from controller.ledger.step_counter import StepProgress
+from controller.ledger.pass_orders import RESULTS, PassOrders
+from controller.ledger.step_counter import StepProgress, check_order
 from controller.ledger.values import LedgerChanges, LedgerParams, LedgerTotals
-from schema.wire.messages import LedgerStatus
+from schema.wire.messages import LedgerStatus, SourceStatus
+from schema.wire.mixture import OtherSourcesError
 
+_FRUITLESS = (DropReason.ZERO_VARIANCE, DropReason.OVERLONG, DropReason.REWARD_ERROR)
 REMEMBERED_LEASES = 1024
 """Ended leases that are remembered: those of more than a minute in most runs."""
 
@@ -31,12 +35,14 @@ class GroupTable(StepProgress):
         super().__init__()
         self.params = params
         self.groups: dict[str, Group] = {}
-        self.frontier = 0
-        """Positions of the stream that were handed out."""
+        self.mixture = params.mixture()
+        self.passes = PassOrders(params.by_results, self.mixture.sources)
         self.closed: DropReason | None = None
         self.filtered = 0
         """Groups dropped by dynamic sampling since a step was assembled last."""
-        self.archive = Archive()
+        self.fruitless = [0] * len(self.mixture)
+        """Groups of each source that had nothing to train since one of it was ready last; not stored."""
+        self.archive = Archive(len(self.mixture))
         self.by_state: dict[GroupState, dict[str, Group]] = {state: {} for state in GroupState}
         self.by_lease: dict[str, Group] = {}
         self.by_replica: dict[str, dict[str, Group]] = {}
@@ -56,8 +62,8 @@ class GroupTable(StepProgress):
         """Groups that are leased alone (see `crashed`); nearly always empty."""
         self.waiting_since: tuple[int, float] | None = None
         """The step that waits for stragglers, and since when; not stored."""
-        self._queue: list[tuple[int, int]] = []
-        """A heap of (epoch, position) with all waiting groups, and some that were waiting once."""
+        self._queue: list[tuple[int, int, int]] = []
+        """A heap of places with all waiting groups, and some that were waiting once."""
         self._dirty: dict[str, Group] = {}
         self._dirty_samples: dict[str, Group] = {}
         self._dropped_payloads: list[tuple[str, str]] = []
@@ -70,13 +76,30 @@ class GroupTable(StepProgress):
     @property
     def total_steps(self) -> int:
         """Steps of the whole job; fewer may follow where groups are dropped."""
-        by_data = -(-self.params.total_positions // self.params.groups_per_step)
+        if self.params.unfinished:
+            return self.params.max_steps or 0
+        by_data = -(-self.mixture.total // self.params.groups_per_step)
         return by_data if self.params.max_steps is None else min(by_data, self.params.max_steps)
+
+    @property
+    def frontier(self) -> int:
+        """Positions of the stream that were handed out."""
+        return self.mixture.handed_out
+
+    @property
+    def unleased(self) -> bool:
+        """Whether there are positions that were never handed out."""
+        return self.mixture.next() is not None
 
     @property
     def exhausted(self) -> bool:
         """No position is left to lease."""
-        return self.frontier >= self.params.total_positions and not self.by_state[GroupState.WAITING]
+        return not self.params.unfinished and not self.by_state[GroupState.WAITING] and not self.unleased
+
+    @property
+    def awaits_rows(self) -> bool:
+        """No position can be leased until further rows are prepared."""
+        return self.params.unfinished and not self.by_state[GroupState.WAITING] and not self.unleased
 
     @property
     def outstanding(self) -> int:
@@ -108,6 +131,12 @@ class GroupTable(StepProgress):
     @property
     def passes_done(self) -> int:
         """Epochs of which every position was trained or dropped."""
+        if self.params.unfinished:
+            return 0
+        if len(self.mixture) > 1:
+            return (
+                self.frontier - self.outstanding - len(self.by_state[GroupState.WAITING])
+            ) // self.params.n_positions
         complete = self.frontier // self.params.n_positions
         pending = (group.epoch for state in (GroupState.WAITING, *OUTSTANDING) for group in self.in_state(state))
         return min(pending, default=complete)
@@ -129,7 +158,7 @@ class GroupTable(StepProgress):
         """A group; of one that is not kept whole any more there is but state, step and reason."""
         group = self.groups.get(name)
         if group is None and (place := parse_group_id(name)) is not None:
-            group = self._archived(place[0] * self.params.n_positions + place[1])
+            group = None if (at := self.mixture.find(*place)) is None else self._archived(at)
         return group if group is not None and group.id == name else None
 
     def misfits(self, group: Group) -> bool:
@@ -145,8 +174,8 @@ class GroupTable(StepProgress):
         """Groups of all states in the order of the stream, as far as they are known."""
         page: list[Group] = []
         skip = offset
-        for at in range(self.frontier):
-            group = self.groups.get(group_id(*divmod(at, self.params.n_positions))) or self._archived(at)
+        for at in self.mixture.handed_out_places():
+            group = self.groups.get(group_id(*self.mixture.place(at))) or self._archived(at)
             if group is None:
                 continue
             if skip:
@@ -162,7 +191,8 @@ class GroupTable(StepProgress):
         if at not in self.archive:
             return None
         step, reason = self.archive.step_of(at), self.archive.reason_of(at)
-        group = Group(*divmod(at, self.params.n_positions), payload_kept=False, step=step)
+        group = self._group(at)
+        group.payload_kept, group.step = False, step
         if reason is not None:
             group.state, group.reason = GroupState.DROPPED, DropReason(reason)
         else:
@@ -188,7 +218,29 @@ class GroupTable(StepProgress):
             bound=self.params.staleness_bound,
             over_bound=self.totals.over_bound,
             duplicates=self.totals.duplicates,
+            sources=self._sources(),
         )
+
+    def _sources(self) -> list[SourceStatus]:
+        mixture = self.mixture
+        if len(mixture) == 1:
+            return []
+        open_groups = (group for state in (GroupState.WAITING, *OUTSTANDING) for group in self.in_state(state))
+        in_flight = Counter(group.source for group in open_groups)
+        return [
+            SourceStatus(
+                name=source.name,
+                rows=source.rows,
+                share=share,
+                drawn=drawn,
+                dropped=dropped,
+                in_flight=in_flight[k],
+                trained=drawn - dropped - in_flight[k],
+            )
+            for k, (source, share, drawn, dropped) in enumerate(
+                zip(mixture.sources, mixture.shares, mixture.drawn, mixture.dropped, strict=True)
+            )
+        ]
 
     # ---- storing ------------------------------------------------------------------------------------------
 
@@ -207,7 +259,7 @@ class GroupTable(StepProgress):
             self.header(),
             removed,
             list(self._dirty_samples.values()),
-            self.archive.take_changes(),
+            {**self.archive.take_changes(), **self.passes.take_changes()},
             self._dropped,
         )
         self._dirty, self._dirty_samples, self._dropped_payloads, self._removed = {}, {}, [], set()
@@ -217,6 +269,9 @@ class GroupTable(StepProgress):
     def header(self) -> dict[str, Any]:
         return super().header() | {
             "frontier": self.frontier,
+            "order": self.params.order,
+            "n_positions": self.params.n_positions,
+            **({"mixture": self.mixture.to_record()} if len(self.mixture) > 1 else {}),
             "closed": None if self.closed is None else self.closed.value,
             "staleness": dict(self.totals.staleness),
             "filtered": self.filtered,
@@ -235,11 +290,22 @@ class GroupTable(StepProgress):
         samples: Mapping[str, Sequence[Any]],
         archive: Mapping[str, Any],
     ) -> Self:
-        """Rebuild from what `take_changes` handed out: rows of groups, of their samples, and of the archive."""
+        """Rebuild from what `take_changes` handed out: rows of groups, of their samples, and of the archive.
+
+        Raises `OtherSourcesError`: they are of a job with others, or with another order of its rows.
+        """
+        check_order(header, params.order)
         table = cls(params)
         table.succeeds = True
         table.load(header)
-        table.frontier = header["frontier"]
+        before = header.get("n_positions")
+        if before in params.grown and header["frontier"] > before:
+            raise OtherSourcesError(f"its first pass over {before} rows is over, and now there are more rows")
+        if header["frontier"] and len(table.mixture) == 1 and before not in (None, params.n_positions, *params.grown):
+            raise OtherSourcesError(
+                f"it was made with {before} prepared rows, and now there are {params.n_positions}"
+            )
+        table.load_mixture(header.get("mixture"), header["frontier"])
         table.closed = None if header["closed"] is None else DropReason(header["closed"])
         table.filtered = header.get("filtered", 0)
         table.totals = LedgerTotals(
@@ -249,7 +315,10 @@ class GroupTable(StepProgress):
             trained_before=header["trained_before"],
             dropped_before=Counter(header["dropped_before"]),
         )
-        table.archive = Archive.restore(archive)
+        results = {name: row for name, row in archive.items() if name.startswith(RESULTS)}
+        table.passes.restore(results)
+        ended = {name: row for name, row in archive.items() if name not in results}
+        table.archive = Archive.restore(ended, len(table.mixture))
         for name, row in rows.items():
             table._insert(Group.from_rows(row, samples.get(name, ())))
         return table
@@ -276,17 +345,47 @@ class GroupTable(StepProgress):
 
     # ---- the only ways to change a group ------------------------------------------------------------------
 
-    def create(self) -> Group:
-        """The next position of the stream, waiting."""
-        self.frontier += 1
-        return self.add(self.frontier - 1)
+    def load_mixture(self, record: Mapping[str, Any] | None, frontier: int) -> None:
+        """Continue with what was drawn of each source; None: there is one. Raises `OtherSourcesError`."""
+        if record is not None or len(self.mixture) > 1:
+            self.mixture.load(record or GroupTable(replace(self.params, sources=())).mixture.to_record())
+        else:
+            self.mixture.drawn[0] = frontier
+
+    def grow(self, params: LedgerParams) -> None:
+        """Go on with all rows, now that those are prepared which were missing. params: the same but for the rows."""
+        record = self.mixture.to_record() if len(self.mixture) > 1 else None
+        frontier, self.params, self.mixture = self.frontier, params, params.mixture()
+        self.load_mixture(record, frontier)
+        self.passes.sources = self.mixture.sources
+
+    def create(self, source: int | None = None) -> Group:
+        """The next position of the stream, or of one of its sources, waiting."""
+        source = self.mixture.next() if source is None else source
+        assert source is not None
+        self.passes.begin(self.mixture.drawn[source] // self.mixture.sources[source].rows, source, self.committed)
+        return self.add(self.mixture.draw(source))
+
+    def _group(self, at: int) -> Group:
+        epoch, position, source = self.mixture.place(at)
+        return Group(epoch, position, source=source)
 
     def add(self, at: int) -> Group:
         """A position of the stream that is not in the table: it waits, as if new."""
-        group = Group(*divmod(at, self.params.n_positions))
+        group = self._group(at)
+        self.passes.begin(group.epoch, group.source, self.committed)
         self.groups[group.id] = self._dirty[group.id] = group
         self._enter(group)
         return group
+
+    def row_of(self, group: Group) -> tuple[int, int, int]:
+        """Where the row of a group is in the data: pass, position and source."""
+        return self.passes.row(*group.place)
+
+    def first_without_order(self) -> Group | None:
+        """A group to come of a pass whose order is not known; None: there is none."""
+        coming = (group for state in (GroupState.WAITING, *OUTSTANDING) for group in self.in_state(state))
+        return next((group for group in coming if not self.passes.knows(group.epoch, group.source)), None)
 
     def touch(self, group: Group) -> None:
         """A field of it changed that no index depends on."""
@@ -327,7 +426,7 @@ class GroupTable(StepProgress):
             self.deadlines[group.deadline] += 1
             self.by_deadline.setdefault(group.deadline, {})[name] = group
         elif state is GroupState.WAITING:
-            heapq.heappush(self._queue, (group.epoch, group.position))
+            heapq.heappush(self._queue, group.place)
 
     def _leave(self, group: Group) -> None:
         """Take a group out of all indices of its state."""
@@ -404,7 +503,7 @@ class GroupTable(StepProgress):
 
     def position_of(self, group: Group) -> int:
         """Its position in the stream."""
-        return group.epoch * self.params.n_positions + group.position
+        return self.mixture.at(*group.place)
 
     def abandon_step(self) -> int:
         """The trainers of an assembled step are gone: its groups are ready again, and none waits for stragglers."""
@@ -444,9 +543,15 @@ class GroupTable(StepProgress):
         """Its position is not trained in this epoch."""
         self.discard_samples(group)
         self.filtered += reason is DropReason.ZERO_VARIANCE
+        self.mixture.dropped[group.source] += 1
+        self.fruitless[group.source] += reason in _FRUITLESS
         group.reason = reason
         self.move(group, GroupState.DROPPED)
         self._dropped.append(group)
+
+    def undrop(self, source: int) -> None:
+        """A group of this source was not dropped after all."""
+        self.mixture.dropped[source] = max(0, self.mixture.dropped[source] - 1)
 
     def put_samples(self, group: Group, samples: dict[int, SampleMeta]) -> None:
         """Replace its samples."""

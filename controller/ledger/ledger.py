@@ -34,22 +34,26 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 from controller.errors import ApiError
 from controller.ledger import checkpoint
 from controller.ledger.admission import Admission, Lag
-from controller.ledger.assembly import Assembled, WaitingStep, choose
+from controller.ledger.assembly import Assembled, WaitingStep, choose, order
 from controller.ledger.group import DropReason, Group, GroupState, SampleMeta
 from controller.ledger.group_table import GroupTable, staleness_of
 from controller.ledger.reward_health import Failure, failure_of
-from controller.ledger.values import LeaseDecision, LeaseRefusal, PushOutcome
+from controller.ledger.values import LeaseDecision, LeaseRefusal, LedgerParams, PushOutcome
 from schema.wire.messages import ErrorCode, LedgerSnapshot
+from schema.wire.mixture import Source
 from schema.wire.sample import SampleHeader
 
 MISSED_BEATS = 2
 """Heartbeats in a row that may fail to list a lease: one can cross the answer that granted it, two cannot."""
 
 
+BARREN_STEPS = 10
+"""Steps' worth of groups, in addition to two passes, without one to train: then a source has none."""
 ACCEPTED = PushOutcome(True)
 
 
@@ -57,11 +61,15 @@ class Ledger:
     """See the module's docstring. All methods are synchronous and never block."""
 
     def __init__(self, table: GroupTable, new_lease_id: Callable[[], str] | None = None) -> None:
-        self.table, self.params = table, table.params
+        self.table = table
         self._new_lease_id = new_lease_id or (lambda: secrets.token_urlsafe(12))
         self._lag = Lag()
         self.became_ready, self.ready_tokens = 0, 0
         """Groups that became ready in this process, and their generated tokens."""
+
+    @property
+    def params(self) -> LedgerParams:
+        return self.table.params
 
     # ---- leasing ------------------------------------------------------------------------------------------
 
@@ -86,7 +94,7 @@ class Ledger:
         held = self.table.held_by(replica_id)
         repeated = [group for group in held if group.request_id == request_id]
         if repeated:
-            return LeaseDecision(sorted(repeated, key=lambda group: (group.epoch, group.position)))
+            return LeaseDecision(sorted(repeated, key=attrgetter("place")))
         granted: list[Group] = []
         refusal: LeaseRefusal | None = None
         while len(granted) < max_groups and refusal is None:
@@ -115,6 +123,8 @@ class Ledger:
             return LeaseRefusal("the job needs no further groups")
         if table.exhausted:
             return LeaseRefusal("every prompt has been handed out")
+        if table.awaits_rows:
+            return LeaseRefusal("every prompt that is prepared has been handed out: the preparation goes on")
         missing = (table.total_steps - table.committed) * self.params.groups_per_step
         if table.outstanding >= missing * self.params.oversample:
             return LeaseRefusal(f"the {table.outstanding} outstanding groups fill all steps that are left")
@@ -163,11 +173,11 @@ class Ledger:
         """
         group = min(
             self.table.in_state(GroupState.WAITING),
-            key=lambda group: (group.id in self.table.suspects, group.attempt, group.epoch, group.position),
+            key=lambda group: (group.id in self.table.suspects, group.attempt, group.place),
             default=None,
         )
-        unleased = self.table.frontier < self.params.total_positions
-        return None if unleased and group is not None and group.attempt >= self.params.max_attempts else group
+        tried_out = group is not None and group.attempt >= self.params.max_attempts
+        return None if tried_out and self.table.unleased else group
 
     def _grant(self, group: Group, replica_id: str, request_id: str, version: int, now: float) -> None:
         table, params = self.table, self.params
@@ -327,6 +337,8 @@ class Ledger:
         if failed:
             group.error = errors[0].error or ""
         passing = outage and all(header.outage for header in errors)
+        if not failed:
+            self._observe(group)
         if failed and (passing or self.params.on_reward_error == "retry"):
             for index in failed:
                 self.table.discard_sample(group, index)
@@ -338,10 +350,19 @@ class Ledger:
         elif self._without_signal(usable):
             self.table.drop(group, DropReason.ZERO_VARIANCE)
         else:
+            self.table.fruitless[group.source] = 0
             self.table.move(group, GroupState.READY, deadline=self.params.deadline(group.oldest_version()))
             self.became_ready += 1
             self.ready_tokens += sum(meta.header.response_tokens for meta in group.samples.values())
         return failure
+
+    def _observe(self, group: Group) -> None:
+        """Note which answers of a complete group passed, for the order of later passes; overlong ones did not."""
+        rule = self.params.by_results
+        if rule is not None:
+            least, sampled = rule.pass_score, [meta for meta in group.samples.values() if not meta.baseline]
+            passed = [meta.usable and (meta.header.score or 0.0) >= least for meta in sampled]
+            self.table.passes.observe(group.place, passed, self.table.committed)
 
     def _without_signal(self, usable: Sequence[SampleMeta]) -> bool:
         """Whether every metric of the dynamic-sampling filter has one value in the whole group."""
@@ -362,6 +383,19 @@ class Ledger:
         if params.max_refills <= 0 or no_more or table.ready >= params.groups_per_step:
             return False
         return table.filtered > params.max_refills * params.groups_per_step
+
+    @property
+    def barren(self) -> Source | None:
+        """A source of several that has nothing to train in passes on end: it would take the groups of all others."""
+        table, mixture = self.table, self.table.mixture
+        no_more = table.closed or table.exhausted or table.first_step >= table.total_steps
+        if len(mixture) == 1 or no_more or self.params.unfinished:
+            return None
+        least = BARREN_STEPS * self.params.groups_per_step
+        for source, share, dropped in zip(mixture.sources, mixture.shares, table.fruitless, strict=True):
+            if share and dropped >= max(2 * source.rows, least):
+                return source
+        return None
 
     # ---- steps --------------------------------------------------------------------------------------------
 
@@ -426,7 +460,7 @@ class Ledger:
         if step != self.table.committed or not self.table.by_state[GroupState.BATCHED]:
             return None
         groups = self.table.in_state(GroupState.BATCHED)
-        return sorted(groups, key=lambda group: (group.deadline, group.epoch, group.position))
+        return sorted(groups, key=order)
 
     def commit(self, step: int) -> bool:
         """Finish a step; False if it was committed before."""

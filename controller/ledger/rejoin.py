@@ -39,7 +39,7 @@ def recommit(table: GroupTable, batch: StepTable) -> bool:
     positions = _positions(table, batch)
     samples = _samples(table, batch)
     table.abandon_step()
-    _hand_out(table, max(positions, default=-1) + 1)
+    _hand_out(table, positions)
     for index, position in enumerate(positions):
         _train(table, _take(table, position), batch.step, samples.get(index, {}))
     table.committed += 1
@@ -60,7 +60,7 @@ def _positions(table: GroupTable, batch: StepTable) -> list[int]:
     forgotten = table.totals.dropped_before.total()
     for name, position in zip(batch.group_ids, positions, strict=True):
         group = table.groups.get(name)
-        if group is None and position < table.frontier and table.archive.reason_of(position) is None:
+        if group is None and table.mixture.undrawn(position) <= 0 and table.archive.reason_of(position) is None:
             forgotten -= 1  # dropped, by a checkpoint that does not say which were
             if forgotten < 0 or position in table.archive:
                 raise _cannot_be(batch, f"group {name} was trained before")
@@ -121,9 +121,13 @@ def _take(table: GroupTable, position: int) -> Group:
     A drop that the store forgot may be decided otherwise the second time, and then be known again from an older
     checkpoint: what the weights contain counts.
     """
-    group = table.groups.get(group_id(*divmod(position, table.params.n_positions)))
+    place = table.mixture.place(position)
+    group = table.groups.get(group_id(*place))
     if group is not None:
+        if group.state is GroupState.DROPPED:
+            table.undrop(group.source)
         return group
+    table.undrop(place[2])
     if position in table.archive:
         table.archive.forget_drop(position)
     else:
@@ -132,10 +136,13 @@ def _take(table: GroupTable, position: int) -> Group:
     return table.add(position)
 
 
-def _hand_out(table: GroupTable, frontier: int) -> None:
-    """Create the positions below `frontier` that the table does not know of: they wait."""
-    while table.frontier < frontier:
-        table.create()
+def _hand_out(table: GroupTable, positions: Sequence[int]) -> None:
+    """Create these positions, and those before them of the same source, if the table does not know of them: they
+    wait.
+    """
+    for position in positions:
+        for _ in range(table.mixture.undrawn(position)):
+            table.create(position % len(table.mixture))
 
 
 def _give_up_overdue(table: GroupTable) -> None:
@@ -150,12 +157,13 @@ def _give_up_overdue(table: GroupTable) -> None:
 def _position(table: GroupTable, name: str) -> int:
     """The position in the stream of a group's id. Raises `ApiError` for one that does not exist."""
     place, params = parse_group_id(name), table.params
-    if place is None or place[0] >= params.data_passes or place[1] >= params.n_positions:
+    at = None if place is None else table.mixture.find(*place)
+    if at is None:
         raise ApiError(
             ErrorCode.BAD_REQUEST,
             f"{name[:80]!r} is not a group of {params.data_passes} epochs of {params.n_positions} positions",
         )
-    return place[0] * params.n_positions + place[1]
+    return at
 
 
 def _cannot_be(batch: StepTable, why: str) -> ApiError:
@@ -235,12 +243,13 @@ def _forgotten(table: GroupTable, lease: HeldLease) -> Group | None:
         position = _position(table, lease.group_id)
     except ApiError:
         return None
-    if position >= table.frontier + (params.staleness_bound + 1) * params.slots:
+    undrawn = table.mixture.undrawn(position)
+    if undrawn > (params.staleness_bound + 1) * params.slots:
         return None
-    if position >= table.frontier:
+    if undrawn > 0:
         if lease.pushed or not _fits(table, params.deadline(lease.version)):
             return None
-        _hand_out(table, position + 1)
+        _hand_out(table, [position])
         return table.groups[lease.group_id]
     group = table.groups.get(lease.group_id)
     if group is None or group.state is not GroupState.WAITING or group.id in table.suspects:

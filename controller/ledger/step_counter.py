@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from controller.errors import ApiError
@@ -10,6 +10,31 @@ from controller.ledger.group import Group, GroupState
 from controller.ledger.reconcile import Lineage
 from controller.ledger.values import LedgerChanges, LedgerTotals
 from schema.wire.messages import ErrorCode, LedgerSnapshot, LedgerStatus
+from schema.wire.mixture import OtherSourcesError
+
+FIRST = ", first "
+"""The words of an order in front of the hash of the rows that come before all others in the first pass."""
+
+
+def why_other(before: str, now: str, keys: str) -> str:
+    """Say why two orders differ. keys: the words for what must be as it was."""
+    if before.partition(FIRST)[0] != now.partition(FIRST)[0]:
+        return f"{keys} must be what they were"
+    return (
+        "the first pass began with other rows, prepared before all others: put the data/train.safetensors of that "
+        "run where it was, or name the checkpoint inside of its run"
+    )
+
+
+def check_order(header: Mapping[str, Any], order: str) -> None:
+    """Refuse to go on with rows in another order than a stored header says. Raises `OtherSourcesError`."""
+    if order and header.get("order", order) != order:
+        keys = "train.seed, dataloader_shuffle and the curriculum of train.train_policy (in supervised training also "
+        why = why_other(header["order"], order, keys + "the parts, their shares and the batch size)")
+        raise OtherSourcesError(
+            f"the run began with its rows in another order: {why}, else some rows would be trained twice and others "
+            "never"
+        )
 
 
 class StepProgress:
@@ -67,19 +92,34 @@ class StepCounter(StepProgress):
     """Its trainer knows: rows are counted there."""
     ready = outstanding = 0
 
-    def __init__(self, total_steps: int, n_positions: int | None = None) -> None:
+    def __init__(
+        self, total_steps: int, n_positions: int | None = None, order: str = "", grown: Sequence[int] = ()
+    ) -> None:
+        """order: identifies the order of the rows. grown: as in `LedgerParams`."""
         super().__init__()
-        self.total_steps, self.n_positions = total_steps, n_positions
+        self.total_steps, self.n_positions, self.order, self._grown = total_steps, n_positions, order, grown
 
     @classmethod
-    def restore(cls, total_steps: int, header: Mapping[str, Any], n_positions: int | None = None) -> Self:
-        counter = cls(total_steps, n_positions)
+    def restore(
+        cls,
+        total_steps: int,
+        header: Mapping[str, Any],
+        n_positions: int | None = None,
+        order: str = "",
+        grown: Sequence[int] = (),
+    ) -> Self:
+        check_order(header, order)
+        counter = cls(total_steps, n_positions, order, grown)
         counter.load(header)
         return counter
 
     @property
     def finished(self) -> bool:
         return self.committed >= self.total_steps
+
+    def grow(self, total_steps: int, n_positions: int, grown: Sequence[int]) -> None:
+        """Go on with all rows, now that those are prepared which were missing."""
+        self.total_steps, self.n_positions, self._grown = total_steps, n_positions, grown
 
     def commit(self, step: int) -> bool:
         """Finish a step; False if it was committed before."""
@@ -99,7 +139,12 @@ class StepCounter(StepProgress):
     def snapshot(self, step: int) -> LedgerSnapshot:
         self.require(step, "snapshot")
         return LedgerSnapshot(
-            committed_steps=step, timeline=self.timeline, frontier=0, untrained=[], n_positions=self.n_positions
+            committed_steps=step,
+            timeline=self.timeline,
+            frontier=0,
+            untrained=[],
+            n_positions=self.n_positions,
+            order=self.order or None,
         )
 
     def rewind(self, step: int, timeline: int | None = None) -> None:
@@ -108,12 +153,20 @@ class StepCounter(StepProgress):
 
     def check_snapshot(self, snapshot: LedgerSnapshot) -> None:
         """Raises `ApiError` for a checkpoint of other data."""
-        if snapshot.n_positions not in (None, self.n_positions):
+        if snapshot.n_positions not in (None, self.n_positions, *self._grown):  # its trainer looks at how far it is
             raise ApiError(
                 ErrorCode.CONFLICT,
                 f"the checkpoint was made with {snapshot.n_positions} prepared rows, this job has "
                 f"{self.n_positions}: its steps would be other rows. Use the same data, or start from the "
                 f"checkpoint's exported weights (policy.model_name_or_path) without resuming",
+            )
+        if snapshot.order is not None and self.order not in ("", snapshot.order):
+            keys = "train.seed, dataloader_shuffle, domain_exhausted, the parts of the dataset, their shares and the "
+            why = why_other(snapshot.order, self.order, keys + "curriculum")
+            raise ApiError(
+                ErrorCode.CONFLICT,
+                f"the checkpoint's rows are in another order: {why}, else some rows would be trained twice and "
+                "others never",
             )
 
     def begin_from(self, snapshot: LedgerSnapshot, timeline: int | None = None, began: int | None = None) -> None:
@@ -136,7 +189,7 @@ class StepCounter(StepProgress):
         return LedgerStatus(created=0, states={}, dropped={}, staleness={}, max_staleness=0, bound=0)
 
     def take_changes(self) -> LedgerChanges:
-        return LedgerChanges([], [], self.header())
+        return LedgerChanges([], [], self.header() | {"order": self.order})
 
     def abandon_step(self) -> int:
         return 0

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from controller.ledger.group import Group
+from controller.ledger.pass_orders import PassRule
 from controller.ledger.reward_health import Failure
 from schema.wire.messages import ErrorCode
+from schema.wire.mixture import Exhausted, Mixture, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,18 @@ class LedgerParams:
     """Identifies the order in which rows are handed out."""
     keep_recent: int = 512
     """How many trained groups, and how many dropped ones, are kept whole for people and late messages."""
+    sources: tuple[Source, ...] = ()
+    """Parts of the rows with shares of their own; empty: there are none."""
+    exhausted: Exhausted = "repeat"
+    """`stop`: the job ends where a source has gone through its rows as often as all were to be."""
+    stages: tuple[int, ...] = ()
+    """How many groups are kept when each stage of the shares begins."""
+    by_results: PassRule | None = None
+    """The rule by which later passes follow the results of earlier ones; None: they do not."""
+    grown: tuple[int, ...] = ()
+    """Numbers of rows that the job had before: the first ones, in the order that they were in."""
+    unfinished: bool = False
+    """Whether further rows are being prepared: they come before the second pass, and are enough for `max_steps`."""
     greedy: bool = False
     """Whether a group has one sample more, of index n: drawn greedily, the baseline of the others."""
 
@@ -51,9 +65,16 @@ class LedgerParams:
         """Index of the greedy sample, if groups have one."""
         return self.n_samples if self.greedy else None
 
-    @property
-    def total_positions(self) -> int:
-        return self.n_positions * self.data_passes
+    def mixture(self) -> Mixture:
+        """Return the beginning of a job: nothing is drawn.
+
+        While rows are being prepared it ends where a source has no more.
+        """
+        sources = self.sources or (Source("", self.n_positions),)
+        stages = self.stages if self.sources else ()
+        if self.unfinished:
+            return Mixture.unfinished(sources, stages)
+        return Mixture(sources, self.data_passes, self.exhausted, stages)
 
     @property
     def slots(self) -> int:

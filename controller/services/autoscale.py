@@ -10,6 +10,7 @@ import logging
 from controller.autoscale.autoscaler import Decision
 from controller.autoscale.scaling import Sight
 from controller.errors import ApiError
+from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
 from controller.services.leases import LeaseService
 from controller.state.job import JobState
@@ -64,6 +65,8 @@ class AutoscaleService:
             return job.rewards.note
         if job.publications.newest is None:
             return "no weights have been published yet"
+        if isinstance(job.progress, GroupTable) and job.progress.awaits_rows:
+            return "rows are being prepared"
         return "all steps are trained" if job.progress.finished else ""
 
     def _tell(self, decision: Decision) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from controller.services.answers import AnswerService
 from controller.services.autoscale import AutoscaleService
 from controller.services.dashboard import DashboardService
 from controller.services.events import EventService
@@ -39,8 +40,9 @@ class Controller:
 
     @classmethod
     def of(cls, job: JobState) -> Controller:
-        samples, steps, status = SampleService(job), StepService(job), JobService(job)
-        members = MemberService(job)
+        samples, status = SampleService(job), JobService(job)
+        answers = AnswerService(job, samples)
+        steps, members = StepService(job, answers), MemberService(job)
         replicas, leases = ReplicaService(job, samples), LeaseService(job)
         autoscale = AutoscaleService(job, leases)
         return cls(
@@ -53,7 +55,7 @@ class Controller:
             PublicationService(job, steps),
             RecoveryService(job, samples),
             status,
-            EventService(job),
+            EventService(job, answers),
             DashboardService(job, status, replicas),
             autoscale,
             Reaper(job, replicas, members, autoscale),

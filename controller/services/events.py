@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import suppress
 from itertools import islice
 
 from controller.cancellation import end
 from controller.errors import ApiError
 from controller.notify import ChangeSignal
+from controller.services.answers import AnswerService
 from controller.state.job import JobState
 from controller.store import StoreUnavailable
 from schema.wire import event_file, sample_file
@@ -36,8 +38,8 @@ MOST_STREAMS = 64
 class EventService:
     """See the module's docstring. `start` begins to file."""
 
-    def __init__(self, job: JobState) -> None:
-        self._job = job
+    def __init__(self, job: JobState, answers: AnswerService) -> None:
+        self._job, self._answers = job, answers
         self._stored = job.events.filed
         """The events that viewers may see."""
         self._signal = ChangeSignal()
@@ -62,6 +64,8 @@ class EventService:
         if self._task is not None:
             await end([self._task])
             await self._file()
+            with suppress(StoreUnavailable):  # the next controller files them
+                await self._answers.file_validations()
 
     async def _run(self) -> None:
         while True:
@@ -75,6 +79,8 @@ class EventService:
             self._stored = highest
             await self._file()
             self._signal.notify()
+            with suppress(StoreUnavailable):  # then with the next event
+                await self._answers.file_validations()
             await self._job.event_signal.wait(seen, KEEP_ALIVE)
 
     async def _file(self) -> None:
@@ -90,16 +96,16 @@ class EventService:
         self._failing = False
 
     def _write(self, events: list[Event], records: list[SampleRecord]) -> None:
-        if events:
-            event_file.append(self._job.event_file, events)
-            self._job.events.filed = events[-1].id
-            self._rewinds += [
-                sample_file.Rewind(timeline=event.data["timeline"], step=event.data["step"])
-                for event in events
-                if event.kind is EventKind.REWIND
-            ]
-        left_out = self._files.append(records, self._rewinds)
-        self._rewinds = []
+        """Write samples first: whoever reads that a step is trained, or a version validated, finds its samples."""
+        rewinds = [event.data for event in events if event.kind is EventKind.REWIND]
+        self._rewinds += [sample_file.Rewind(timeline=data["timeline"], step=data["step"]) for data in rewinds]
+        try:
+            left_out = self._files.append(records, self._rewinds)
+            self._rewinds = []
+        finally:
+            if events:
+                event_file.append(self._job.event_file, events)
+                self._job.events.filed = events[-1].id
         if left_out and not self._said_full:
             self._said_full = True
             log.warning(

@@ -92,6 +92,7 @@ class JobService:
             eta_s=None if over or speed.step_s is None else remaining * speed.step_s,
             reward=job.facts.last_score if (reward := job.steps.newest("reward_mean")) is None else reward,
             validation=next(reversed(job.validation.records.values()), None),
+            validating=self._validating(),
             staleness_mean=metrics.get("staleness_mean"),
             staleness_max=max(progress.totals.staleness, default=0),
             queue_ready=progress.ready,
@@ -105,7 +106,7 @@ class JobService:
             traceback=job.facts.traceback,
             sentence=waits_for,
             sentence_since=since,
-            rewards=self._rewards() if job.config.is_grpo else None,
+            rewards=self._rewards() if job.config.generates else None,
             alarms=[m.Alarm(name=name, text=text) for name, text in job.alarms.active.items()],
         )
         if over or not job.config.is_grpo:
@@ -119,6 +120,13 @@ class JobService:
             overlaps=not job.config.shares_time,
         )
         return status.model_copy(update={"advice": suggestions})
+
+    def _validating(self) -> tuple[int, int] | None:
+        validation = self._job.validation
+        if not validation.running:
+            return None
+        done = sum(len(group.samples) for group in validation.groups)
+        return done, validation.n_samples
 
     def _members(self) -> MembersStatus | None:
         membership = self._job.membership

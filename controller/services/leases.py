@@ -16,10 +16,14 @@ could hold stands back for a moment. Else the first to ask would have all that a
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 from controller.ledger.group import Group
 from controller.services.lease_queue import HELD_OPEN, UNEVEN, LeaseQueue
 from controller.state.job import JobState
-from controller.state.validation import ValidationGroup
+from controller.state.prompts import Prompts
+from controller.state.validation.group import ValidationGroup
 from schema.wire.messages import LeasedGroup, LeaseReply, LeaseRequest, LeaseStatus
 from schema.wire.sample import sample_seed
 from schema.wire.weights import Publication
@@ -40,6 +44,8 @@ class LeaseService:
         """Request ids that were granted groups, the oldest first: a late duplicate gets no others."""
         self._hungry: dict[str, float] = {}
         """Replicas that were given less than they asked for, and when, the oldest first."""
+        self._named: set[str] = set()
+        """Replicas that were given the names of the files with all rows, after the job began with a part of them."""
         self._waiting = LeaseQueue(job.lease_signal, self._decide_later, self._alike, job.stage, lambda: job.closing)
 
     # ---- lease --------------------------------------------------------------------------------------------
@@ -154,7 +160,7 @@ class LeaseService:
             job.clock(),
         )
         if groups:
-            return self._granted(request, [self._validation_group(group) for group in groups])
+            return self._granted(request, [self._validation_group(group, request) for group in groups])
         if job.progress.finished and validation.wants(request.version):
             return _update(newest, "the last validation is of newer weights")
         return None
@@ -183,6 +189,8 @@ class LeaseService:
         job = self._job
         if job.progress.finished:
             return _throttled("training is done, the job is about to finish")
+        if not job.config.is_grpo:
+            return _throttled("supervised training asks for answers in validations alone")
         size = request.max_groups
         if request.publication_id < newest.id:
             size = min(size, job.config.grpo.outdated_rollout_fetch_batch_size)
@@ -198,7 +206,7 @@ class LeaseService:
             probe=job.rewards.outage is not None,
         )
         if decision.groups:
-            return self._granted(request, [self._training_group(group) for group in decision.groups])
+            return self._granted(request, [self._training_group(group, request) for group in decision.groups])
         refusal = decision.refusal
         assert refusal is not None
         if refusal.update and request.publication_id < newest.id:
@@ -209,14 +217,23 @@ class LeaseService:
         self._answered[request.request_id] = None
         if len(self._answered) > REMEMBERED:
             del self._answered[next(iter(self._answered))]
-        expires = self._job.config.controller.lease_timeout
+        job, name = self._job, request.replica_id
+        old = job.rows_grew or not {file.digest for file in job.rows_files.values()}.issuperset(request.reads)
+        news = old and job.prompts.digest not in request.reads and name not in self._named
+        if news:
+            self._named.add(name)
         return LeaseReply.model_construct(
-            status=LeaseStatus.GRANTED, groups=groups, expires_in_s=expires, reason="", update_to=None
+            status=LeaseStatus.GRANTED,
+            groups=groups,
+            expires_in_s=job.config.controller.lease_timeout,
+            reason="",
+            update_to=None,
+            rows_files=job.rows_files if news else {},
         )
 
-    def _training_group(self, group: Group) -> LeasedGroup:
-        tokens, row = self._job.prompts.get(group.epoch, group.position)
-        params = self._job.require_ledger().params
+    def _training_group(self, group: Group, request: LeaseRequest) -> LeasedGroup:
+        ledger = self._job.require_ledger()
+        params = ledger.params
         assert group.lease_id is not None
         return LeasedGroup.model_construct(  # our own values: checking thousands of token ids again is waste
             group_id=group.id,
@@ -225,21 +242,19 @@ class LeaseService:
             epoch=group.epoch,
             position=group.position,
             attempt=group.attempt,
-            prompt_token_ids=tokens,
-            row=row,
-            seeds=self._seeds("train", group.epoch, group.position, params.group_size),
+            **row_of(self._job.prompts, request.reads, *ledger.table.row_of(group)),
+            seeds=self._seeds(self._stream_of(group), group.epoch, group.position, params.group_size),
             greedy=params.baseline,
             done=sorted(group.samples),
             deadline=group.deadline,
             pinned_version=None,
         )
 
-    def _validation_group(self, group: ValidationGroup) -> LeasedGroup:
+    def _validation_group(self, group: ValidationGroup, request: LeaseRequest) -> LeasedGroup:
         validation, prompts = self._job.validation, self._job.validation_prompts
         assert prompts is not None
         assert group.lease_id is not None
         assert validation.pinned is not None
-        tokens, row = prompts.get(0, group.position)
         return LeasedGroup.model_construct(
             group_id=validation.group_name(group),
             lease_id=group.lease_id,
@@ -247,14 +262,19 @@ class LeaseService:
             epoch=0,
             position=group.position,
             attempt=group.attempt,
-            prompt_token_ids=tokens,
-            row=row,
-            seeds=self._seeds("validation", 0, group.position, validation.params.n_samples),
+            **row_of(prompts, request.reads, 0, group.position),
+            seeds=self._seeds("validation", 0, group.position, validation.params.samples_of(group.position)),
             greedy=None,
             done=sorted(group.samples),
             deadline=validation.pinned,
             pinned_version=validation.pinned,
+            part=validation.params.label_of(group.position),
         )
+
+    def _stream_of(self, group: Group) -> str:
+        """Name the stream in which a group has its position: those of two sources have other seeds."""
+        sources = self._job.prompts.sources
+        return f"train/{sources[group.source].name}" if sources else "train"
 
     def _seeds(self, kind: str, data_pass: int, position: int, n: int) -> list[int]:
         return [sample_seed(self._sampling_seed, kind, data_pass, position, index) for index in range(n)]
@@ -274,6 +294,17 @@ class LeaseService:
             job.lease_signal.notify()
         await job.save()
         return released
+
+
+def row_of(
+    prompts: Prompts, reads: Collection[str], data_pass: int, position: int, source: int = 0
+) -> dict[str, Any]:
+    """Answer the fields of a group that say which row it has. reads: digests of the files that the replica reads."""
+    if prompts.digest in reads:
+        index = prompts.row_index(data_pass, position, source)
+        return {"row_index": index, "prompt_token_ids": [], "row": {}}
+    tokens, row = prompts.get(data_pass, position, source)
+    return {"row_index": None, "prompt_token_ids": tokens, "row": row}
 
 
 def _paused(reason: str) -> LeaseReply:

@@ -78,6 +78,7 @@ class Reaper:
         self._check_start(now)
         if job.rewards.may_probe(now):
             job.lease_signal.notify()
+        job.look_for_rows()
         job.settle()
         self._autoscale.tick(now)
         sentence(job)  # so that it is known since when

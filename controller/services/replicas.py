@@ -25,8 +25,8 @@ from typing import Literal
 from controller.errors import ApiError
 from controller.ledger.rejoin import adopt
 from controller.services.samples import SampleService
-from controller.state.job import TRAIN_DATA, JobState
-from controller.state.job_facts import JobFacts
+from controller.state.job import JobState
+from controller.state.job_facts import TRAIN_DATA, JobFacts
 from controller.state.replicas import MAX_ABSENT, Registered, Replica
 from schema.config.secrets import cut
 from schema.wire import messages as m
@@ -89,7 +89,7 @@ class ReplicaService:
             if job.facts.ended is Phase.FINISHED:
                 raise ApiError(ErrorCode.JOB_FINISHED, "the job has finished: nothing is left to train")
             self._check_resume(request)
-        elif not job.config.is_grpo:
+        elif not job.config.generates:
             raise ApiError(ErrorCode.CONFLICT, "this is a supervised job: it takes no rollout replicas")
         registered, timeline = job.registry.register(request, now, secret), job.progress.timeline
         if not registered.repeated:
@@ -122,6 +122,8 @@ class ReplicaService:
                 f"and it brings no snapshot of the ledger: its checkpoint is incomplete",
             )
         self._job.ledger.check_snapshot(snapshot)
+        if snapshot.passes is not None:  # what may fail, before anything counts
+            self._job.require_ledger().table.passes.load(snapshot.passes)
 
     def _resumes_in(self, request: m.RegisterRequest) -> bool:
         """Whether the ledger here contains the checkpoint that a trainer starts from."""
@@ -218,7 +220,7 @@ class ReplicaService:
         """How many of the first replicas of each role have not registered."""
         job = self._job
         wanted: dict[m.Role, int] = {"policy": job.config.policy.parallelism.n_init_replicas}
-        if job.config.is_grpo:
+        if job.config.generates:
             wanted["rollout"] = job.config.rollout.parallelism.n_init_replicas
         known = list(job.registry)
         counts = {role: sum(replica.role == role for replica in known) for role in wanted}
@@ -245,6 +247,7 @@ class ReplicaService:
             run_dir=str(job.run_dir),
             weight_store=store or str(job.run_dir / "weights"),
             data_file=str(job.run_dir / TRAIN_DATA),
+            rows_files=job.rows_files if replica.role == "rollout" else {},
             publication=job.publications.newest,
             members=0 if job.membership is None else len(job.membership.members),
         )

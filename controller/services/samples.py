@@ -17,9 +17,10 @@ from controller.ledger.group_table import GroupTable
 from controller.ledger.reward_health import Failure
 from controller.ledger.values import PushOutcome
 from controller.state.job import JobState
-from controller.state.validation import PREFIX
+from controller.state.validation.group import PREFIX
 from controller.store import PayloadKey
-from controller.store.payloads import Payload
+from controller.store.payloads import Payload, text_key
+from schema.util.text import one_line
 from schema.wire import messages as m
 from schema.wire import sample_file
 from schema.wire.frame import FrameError
@@ -35,7 +36,7 @@ from schema.wire.messages import (
     SampleText,
 )
 from schema.wire.payload_file import StubEntry, entry_of, read_entry, resolve
-from schema.wire.sample import TEXT_KEY, SampleHeader, header_text, read_sample_metadata
+from schema.wire.sample import LONGEST_SOURCE, TEXT_KEY, SampleHeader, header_text, read_sample_metadata
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,10 @@ class PayloadParts:
             self._lease = push.item.group_id, push.item.lease_id
             self._first, self._start = first, push.start
         self._end = push.start + len(push.frame)
+
+    def add_text(self, group_id: str, index: int, record: SampleRecord) -> None:
+        """Keep a sample of a validation, which has no payload, until its round is filed."""
+        self._done[text_key(group_id, index)] = record.model_dump_json().encode()
 
     def _close(self) -> None:
         if self._lease is not None:
@@ -160,7 +165,9 @@ class SampleService:
         job, outage = self._job, self._job.rewards.outage is not None
         if item.group_id.startswith(PREFIX):
             outcome = job.validation.push(item.group_id, item.lease_id, item.index, header, job.wall(), outage=outage)
-            self._note(push, header, metadata, outcome)
+            record = self._note(push, header, metadata, outcome)
+            if record is not None and job.validation.params.keeps_texts:
+                parts.add_text(item.group_id, item.index, record)
             if job.scored_alike:
                 self._judge_rewards(item, outcome, now)
             return outcome
@@ -184,26 +191,34 @@ class SampleService:
                 self._warn_if_dropped(item.group_id)
         return outcome
 
-    def _note(self, push: Push, header: SampleHeader, metadata: Mapping[str, str], outcome: PushOutcome) -> None:
-        """Count a sample that was accepted, and keep its text, for people."""
+    def _note(
+        self, push: Push, header: SampleHeader, metadata: Mapping[str, str], outcome: PushOutcome
+    ) -> SampleRecord | None:
+        """Count a sample that was accepted, and keep its text, for people. Returns it with its text, if that came."""
         job, item = self._job, push.item
         if not outcome.accepted or outcome.duplicate:
-            return
+            return None
         failure = None if header.error is None else Failure.of(header)
         kind = "" if failure is None else self._shortened(failure.kind)
         if job.reward_stats.observe(header, kind) and failure is not None:
             name, text = f"{item.group_id}/{item.index}", f"the first failure of its kind: {failure.head}"
             job.events.add(EventKind.REWARD, text, failure=kind, sample=name, error=failure.text)
-        record = self._record(item, header, metadata.get(TEXT_KEY))
-        if record is not None:
+        record = self.record(item, header, metadata.get(TEXT_KEY))
+        if record is not None and (record.kind == "validation" or record.error or self._is_chosen(item.group_id)):
             job.samples.pushed(record)
+        return record
+
+    def _is_chosen(self, group_id: str) -> bool:
+        """Whether the samples of a group are kept for the viewer."""
+        config = self._job.config
+        return sample_file.is_chosen(group_id, config.groups_per_step, config.logging.sample_groups)
 
     def _shortened(self, text: str) -> str:
         for name, short in self._short.items():
             text = text.replace(name, short)
         return text
 
-    def _record(self, item: PushItem, header: SampleHeader, text: str | None) -> SampleRecord | None:
+    def record(self, item: PushItem, header: SampleHeader, text: str | None) -> SampleRecord | None:
         """A sample as people read it; None of one that is not kept as text."""
         if text is None:
             return None
@@ -219,6 +234,8 @@ class SampleService:
             return None
         job, is_validation = self._job, item.group_id.startswith(PREFIX)
         group = None if is_validation else job.require_ledger().table.groups.get(item.group_id)
+        validated = job.validation.find(item.group_id) if is_validation else None
+        label = "" if validated is None else one_line(job.validation.params.label_of(validated.position))
         return SampleRecord(
             **known.model_dump(),
             at=job.wall(),
@@ -237,6 +254,9 @@ class SampleService:
             newest_version=header.newest_version,
             rewards={self._short.get(name, name): value for name, value in header.rewards.items()},
             score=header.score,
+            extracted=header.answer,
+            source=header.source,
+            part=label[:LONGEST_SOURCE],
             error=header.error,
             seconds=header.seconds,
         )
@@ -249,10 +269,7 @@ class SampleService:
         if not isinstance(job.progress, GroupTable):
             return
         groups = [
-            group
-            for state in OUTSTANDING
-            for group in job.progress.in_state(state)
-            if sample_file.is_chosen(group.id, job.config.groups_per_step, job.config.logging.sample_groups)
+            group for state in OUTSTANDING for group in job.progress.in_state(state) if self._is_chosen(group.id)
         ]
         keys = [(group.id, meta.part) for group in groups for meta in group.samples.values()]
         parts = dict(zip(keys, await job.store.get_payloads(keys), strict=True))
@@ -263,7 +280,7 @@ class SampleService:
                     continue
                 header, metadata = read_sample_metadata(part[meta.offset : meta.offset + meta.n_bytes])
                 item = PushItem(group_id=group.id, lease_id=meta.lease_id, index=meta.index)
-                record = self._record(item, header, metadata.get(TEXT_KEY))
+                record = self.record(item, header, metadata.get(TEXT_KEY))
                 if record is not None and record.error is None:  # failures were filed at once
                     job.samples.pushed(record)
 

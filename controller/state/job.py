@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,29 @@ from controller.errors import ApiError
 from controller.ledger.group import DropReason, Group, GroupState
 from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
+from controller.ledger.pass_orders import PassOrder
 from controller.ledger.reward_health import RewardHealth
 from controller.ledger.step_counter import StepCounter
+from controller.ledger.values import LedgerParams
 from controller.notify import ChangeSignal
 from controller.state.alarms import AlarmChange
 from controller.state.event_log import EventLog
 from controller.state.job_facts import (
+    TRAIN_DATA,
     JobFacts,
     alarms_of,
     counter_of,
+    ledger_params,
     membership_of,
+    prompts_of,
     registry_of,
+    rows_files,
     scaling_of,
+    sft_total_steps,
     table_of,
     validation_of,
 )
 from controller.state.membership import Membership
-from controller.state.prompts import Prompts
 from controller.state.publications import Publications
 from controller.state.replicas import Replica
 from controller.state.sample_log import RewardStats, SampleLog
@@ -45,10 +51,10 @@ from controller.state.standstill import Standstill
 from controller.state.step_log import StepLog
 from controller.state.time_share import TimeShare
 from controller.state.update_reports import Updates
-from controller.store import PayloadKey, Saved, StateStore, StoreUnavailable, Table
+from controller.store import PayloadKey, Saved, StateStore, StoreUnavailable, Table, pass_files
 from controller.store.lock import steady_clock
 from controller.store.payload_files import PayloadFiles
-from controller.store.payloads import Payload
+from controller.store.payloads import Payload, text_key
 from controller.store.redis_state import Render
 from schema.config import Config
 from schema.wire import event_file, payload_file
@@ -63,6 +69,8 @@ from schema.wire.messages import (
     StepRecord,
     ValidationRecord,
 )
+from schema.wire.mixture import Source
+from schema.wire.prompts import PromptFileError
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +84,6 @@ REMEDIES: dict[str, str] = {
 }
 """Remedies where not one step was trained, by the reason for which most prompts were dropped."""
 MAX_REFILLS = "train.train_policy.max_retry_for_on_policy"
-TRAIN_DATA = Path("data", "train.safetensors")
 
 
 class JobState:
@@ -96,9 +103,7 @@ class JobState:
         self.config, self.job_id, self.run_dir = config, job_id, run_dir
         self.store, self.wall = store, wall
         self.clock = store.stamp = steady_clock() if clock is None else clock
-        self.prompts = Prompts(
-            run_dir / TRAIN_DATA, seed=config.effective_seed, shuffle=config.train.train_policy.dataloader_shuffle
-        )
+        self.prompts = prompts_of(config, run_dir)
         headers = saved[Table.HEADERS]
         self.event_file = event_file.path_of(run_dir)
         self.events = EventLog(wall, saved[Table.EVENTS].values(), event_file.last_id(self.event_file))
@@ -109,16 +114,16 @@ class JobState:
         self.ledger: Ledger | StepCounter
         """The calls that change it."""
         if config.is_grpo:
-            self.progress = table_of(config, len(self.prompts), saved, succeeds=self.restarted)
+            self.progress = table_of(config, self.prompts, saved, run_dir, succeeds=self.restarted)
+            self.progress.passes.keep = self._keep_pass
             self.ledger = Ledger(self.progress)
         else:
-            self.progress = self.ledger = counter_of(config, len(self.prompts), headers.get("ledger"))
+            self.progress = self.ledger = counter_of(config, self.prompts, headers.get("ledger"))
         payloads = config.controller.payload_store
         self.payload_files = PayloadFiles(payload_file.directory(payloads, job_id)) if payloads else None
         self.validation, self.validation_prompts = validation_of(config, run_dir, saved)
-        self.scored_alike = config.is_grpo and set(config.validation_reward_weights) == set(
-            config.grpo.reward_weights
-        )
+        self.rows_files = rows_files(config, run_dir, self.prompts, self.validation_prompts)
+        self.scored_alike = config.is_grpo and config.validation_reward_names == set(config.grpo.reward_weights)
         """Whether validation is scored with the functions of training: what fails there fails here."""
         self.registry = registry_of(config, saved, wall() if self.events.lost else None)
         self.standstill, self.membership = (
@@ -142,7 +147,7 @@ class JobState:
         self.reward_stats = RewardStats() if known is None else RewardStats.from_record(known)
         self.opened_at = self.published_at = self.clock()
         self.scaling = scaling_of(config, headers.get("autoscale"), self.opened_at)
-        self.closing = self.checkpoint_asked = False
+        self.closing = self.checkpoint_asked = self.rows_grew = False
         self.lease_signal, self.batch_signal, self.publication_signal = (
             ChangeSignal(),
             ChangeSignal(),
@@ -156,6 +161,35 @@ class JobState:
         """State of each replica by the last event about it."""
         self._waits = ("", wall())
         """The key of what the job waits for, and since when (Unix time)."""
+
+    # ---- rows that are prepared while the job goes on -------------------------------------------------------
+
+    def look_for_rows(self) -> None:
+        """Go on with all rows, where the job began with a part of them and the others are prepared by now."""
+        if not self.prompts.counts.unfinished or not self.prompts.replaced:
+            return
+        try:
+            prompts = prompts_of(self.config, self.run_dir)
+            if prompts.counts.early_digest != self.prompts.counts.early_digest:
+                raise PromptFileError(
+                    f"{self.run_dir / TRAIN_DATA} has other rows than those that the job began with"
+                )
+        except PromptFileError as error:
+            self.end(Phase.FAILED, str(error))
+            return
+        before, self.prompts, self.rows_grew = len(self.prompts), prompts, not prompts.counts.unfinished
+        if not self.rows_grew:
+            return
+        if isinstance(self.progress, GroupTable):
+            self.progress.grow(ledger_params(self.config, prompts.counts))
+        else:
+            total = sft_total_steps(self.config, prompts)
+            self.progress.grow(total, len(prompts), prompts.counts.grown)
+        self.rows_files = rows_files(self.config, self.run_dir, prompts, self.validation_prompts)
+        text = f"all {len(prompts):,} rows are prepared, of which the job began with {before:,}"
+        self.events.add(EventKind.JOB, text, phase=str(self.phase), note=self.note, error=None)
+        log.info("%s", text)
+        self.wake_all()
 
     # ---- the past changes -----------------------------------------------------------------------------------
 
@@ -247,8 +281,9 @@ class JobState:
         rows.update({(Table.VALIDATION, name): None for name in removed})
         self._add_events(changes.dropped, changed)
         rows.update({(Table.EVENTS, str(id_)): render for id_, render in self.events.take_changes().items()})
-        if rows or puts or changes.dropped_payloads:
-            self.store.enqueue(rows, puts, changes.dropped_payloads)
+        dropped = changes.dropped_payloads + [text_key(*name) for name in self.validation.take_dropped_texts()]
+        if rows or puts or dropped:
+            self.store.enqueue(rows, puts, dropped)
 
     def _add_events(self, dropped: list[Group], validations: list[str]) -> None:
         """Events of changes that are seen best where they are staged, whatever made them."""
@@ -277,6 +312,23 @@ class JobState:
         if key != self._waits[0]:
             self._waits = key, self.wall()
         return self._waits[1]
+
+    def _keep_pass(self, order: PassOrder) -> PassOrder:
+        """Write the order of a pass that was decided; answers with the one that counts. Raises `StoreUnavailable`."""
+        source = self.require_ledger().table.mixture.sources[order.source]
+        try:
+            order = pass_files.keep(self.run_dir, order, source)
+        except (OSError, PromptFileError) as error:
+            raise StoreUnavailable(f"the order of a pass cannot be written: {error}") from None
+        name = f" of {source.name}" if source.name else ""
+        text = (
+            f"pass {order.data_pass}{name}: its order follows the results so far; of {source.rows:,} rows "
+            f"{order.solved:,} are left out as solved, {order.failed:,} as failed"
+        )
+        log.info("%s", text)
+        facts = {"source": source.name, "rows": source.rows, "solved": order.solved, "failed": order.failed}
+        self.events.add(EventKind.ORDER, text, data_pass=order.data_pass, **facts)
+        return order
 
     def _note_alarms(self, changes: Iterable[AlarmChange]) -> None:
         self.facts.alarms_shown = sorted(self.alarms.shown)
@@ -358,6 +410,8 @@ class JobState:
             return self.facts.ended
         if self.facts.paused:
             return Phase.PAUSED
+        if self.config.validation.only:
+            return Phase.VALIDATING if self._under_way() else Phase.STARTING
         if self.progress.finished:
             return Phase.FINISHING
         if not self.progress.committed and not self._under_way():
@@ -375,10 +429,17 @@ class JobState:
     def ended(self) -> bool:
         return self.facts.ended is not None
 
+    @cached_property
+    def _no_groups(self) -> Ledger:
+        """The ledger that rollout replicas find in a supervised job, which they only validate: it has no groups."""
+        return Ledger(GroupTable(LedgerParams(1, 1, staleness_bound=0, n_positions=1, max_steps=0)))
+
     def require_ledger(self) -> Ledger:
         """The ledger of groups. Raises `ApiError` in a supervised job."""
         if isinstance(self.ledger, Ledger):
             return self.ledger
+        if self.config.generates:
+            return self._no_groups
         raise ApiError(ErrorCode.CONFLICT, "this is a supervised job: it has no groups and no batches")
 
     def require_group(self, name: str) -> Group:
@@ -407,7 +468,9 @@ class JobState:
 
     def is_published(self, version: int) -> bool:
         """Whether a trainer is to publish the weights of so many steps."""
-        due = version % self.config.train.sync_weight_interval == 0
+        config = self.config
+        interval = config.train.sync_weight_interval if config.is_grpo else config.validation.freq
+        due = version % interval == 0
         return due or self.progress.finished or self.ended
 
     def commit_reply(self, *, publish: bool) -> CommitReply:
@@ -437,7 +500,7 @@ class JobState:
         self.facts.ended, self.facts.last_error, self.facts.traceback = None, None, ""
         self.reset_rewards()
         if isinstance(self.progress, GroupTable):
-            self.progress.filtered = 0
+            self.progress.filtered, self.progress.fruitless = 0, [0] * len(self.progress.mixture)
         self.facts.paused = False
         self.steps.begin_window()
         self.opened_at = self.clock()
@@ -475,7 +538,12 @@ class JobState:
             return
         if isinstance(self.ledger, Ledger) and self.ledger.starves:
             self.end(Phase.FAILED, self._starved(self.ledger))
+        elif isinstance(self.ledger, Ledger) and (source := self.ledger.barren) is not None:
+            self.end(Phase.FAILED, self._fruitless(source))
         if self.ended or not self.progress.finished:
+            return
+        if self.config.validation.only:
+            self._settle_validation()
             return
         if not self.progress.committed:
             self.end(Phase.FAILED, *self._nothing_trained())
@@ -485,6 +553,12 @@ class JobState:
         waiting = self._awaits_final_validation()
         if self.facts.exported and not waiting:
             self.end(Phase.FINISHED)
+
+    def _settle_validation(self) -> None:
+        """End a job that only validates: when it has, or nobody is there to do so."""
+        if self.facts.exported and not self._awaits_final_validation():
+            failed = 0 not in self.validation.records
+            self.end(Phase.FAILED if failed else Phase.FINISHED, self.facts.last_error if failed else None)
 
     # ---- rewards, and data that runs out ------------------------------------------------------------------
 
@@ -537,6 +611,17 @@ class JobState:
             f"where all succeed, a larger rollout.n_generation, or {MAX_REFILLS} = 0 for no limit"
         )
 
+    def _fruitless(self, source: Source) -> str:
+        """The error of a source that gives nothing to train, and so takes the groups of the others."""
+        table = self.require_ledger().table
+        dropped = table.fruitless[table.mixture.sources.index(source)]
+        return (
+            f"the last {dropped:,} groups of the source {source.name} had nothing to train, passes over all of its "
+            f"rows{self._drops()}. It cannot have its share: go on (--resume) with a stage of "
+            "train.train_policy.curriculum that gives it none from here on, or with a filter that lets more through; "
+            "or begin anew with other rows"
+        )
+
     def _awaits_final_validation(self) -> bool:
         newest = self.publications.newest
         if newest is None or newest.version != self.progress.committed:
@@ -576,5 +661,10 @@ class JobState:
 
 def _validated(record: ValidationRecord) -> str:
     if record.loss is not None:
-        return f"loss {record.loss:.4f}"
-    return "every reward failed" if record.score_mean is None else f"{record.score_mean:.3f}"
+        scores = f", score {_validated(record.model_copy(update={'loss': None}))}" if record.is_completed else ""
+        return f"loss {record.loss:.4f}{scores}"
+    if record.score_mean is None or record.scores is None:
+        return "every reward failed" if record.score_mean is None else f"{record.score_mean:.3f}"
+    of_n = {k: passed for k, passed in record.scores.passed.items() if k > 1}
+    text = "".join(f", pass@{k} {passed.value:.3f}" for k, passed in list(of_n.items())[-1:])
+    return f"{record.score_mean:.3f}{text}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -10,19 +12,23 @@ from typing import Any, Literal, Self
 from controller.autoscale.autoscaler import Limits, PastDecisions
 from controller.autoscale.scaling import ReplicaScaling
 from controller.ledger.group_table import GroupTable
-from controller.ledger.step_counter import StepCounter
+from controller.ledger.pass_orders import PassRule
+from controller.ledger.step_counter import FIRST, StepCounter
 from controller.ledger.values import LedgerParams
 from controller.state.alarms import BEGINNING, COLLAPSES, LOOKED_BACK, Alarms
 from controller.state.membership import Membership
-from controller.state.prompts import Prompts
+from controller.state.prompts import Prompts, RowCounts
 from controller.state.replicas import Registry
 from controller.state.step_log import StepLog
-from controller.state.validation import Validation, ValidationParams
-from controller.store import Saved, Table
+from controller.state.validation.group import ValidationParams
+from controller.state.validation.rounds import Validation
+from controller.store import Saved, Table, pass_files
 from schema.config import Config
-from schema.wire.messages import Phase
+from schema.wire.messages import GroupKind, Phase, RowsFile
+from schema.wire.mixture import Mixture, Source
+from schema.wire.prompts import PromptFileError
 
-VALIDATION_DATA = Path("data", "validation.safetensors")
+TRAIN_DATA, VALIDATION_DATA = Path("data", "train.safetensors"), Path("data", "validation.safetensors")
 LEAP = 1 << 20
 """More numbers of one kind than the history that is lost at once can hold."""
 
@@ -66,16 +72,16 @@ class JobFacts:
         return cls(**fields)
 
 
-def ledger_params(config: Config, n_positions: int) -> LedgerParams:
-    """Return the ledger's parameters of a GRPO job; `n_positions` are the prepared rows."""
+def ledger_params(config: Config, rows: RowCounts) -> LedgerParams:
+    """Return the ledger's parameters of a GRPO job with these prepared rows."""
     policy, controller = config.grpo, config.controller
     return LedgerParams(
         groups_per_step=config.groups_per_step,
         n_samples=config.rollout.n_generation,
         staleness_bound=config.staleness_bound,
-        n_positions=n_positions,
+        n_positions=rows.n,
         data_passes=config.train.epoch,
-        max_steps=config.train.max_num_steps,
+        max_steps=0 if config.validation.only else config.train.max_num_steps,
         lease_timeout=controller.lease_timeout,
         max_attempts=controller.max_attempts,
         oversample=controller.oversample,
@@ -85,14 +91,48 @@ def ledger_params(config: Config, n_positions: int) -> LedgerParams:
         filter_metrics=tuple(policy.filter_metrics),
         max_refills=policy.max_retry_for_on_policy,
         keep_payloads=config.train.ckpt.enable_checkpoint,
-        order=data_order(config),
+        order=data_order(config, rows.early_digest),
+        sources=rows.sources,
+        stages=stages_of(config, config.groups_per_step),
+        by_results=_pass_rule(config),
+        exhausted=config.train.train_policy.domain_exhausted,
+        grown=rows.grown,
+        unfinished=rows.unfinished,
         greedy=policy.has_baseline,
     )
 
 
-def data_order(config: Config) -> str:
-    """Identifies the order in which prepared rows are handed out (see `controller.state.prompts`)."""
-    return f"shuffled by {config.effective_seed}" if config.grpo.dataloader_shuffle else "as prepared"
+def stages_of(config: Config, per_step: int) -> tuple[int, ...]:
+    """How many groups are kept when each stage of the curriculum begins; per_step: of one step."""
+    return tuple(stage.from_step * per_step for stage in config.curriculum.stage)
+
+
+def _pass_rule(config: Config) -> PassRule | None:
+    curriculum, policy = config.curriculum, config.grpo
+    if not curriculum.follows_results or config.validation.only:
+        return None
+    return PassRule(
+        curriculum.order_by_results,
+        curriculum.leave_out_solved,
+        curriculum.leave_out_failed,
+        curriculum.pass_score,
+        config.effective_seed,
+        policy.dataloader_shuffle,
+    )
+
+
+def data_order(config: Config, early: str) -> str:
+    """Identifies the order in which prepared rows are handed out (see `controller.state.prompts`).
+
+    early: the hash of the rows that come before all others in the first pass; empty: none do.
+    """
+    policy, curriculum = config.train.train_policy, config.curriculum
+    order = f"shuffled by {config.effective_seed}" if policy.dataloader_shuffle else "as prepared"
+    if curriculum.column_name:
+        column = hashlib.blake2b(curriculum.column_name.encode(), digest_size=8).hexdigest()
+        order += f", column {column} {'down' if curriculum.descending else 'up'}"
+    order += ", then results" if curriculum.follows_results else ""
+    return order + (f"{FIRST}{early}" if early else "")
 
 
 def _on_stale(config: Config) -> Literal["wait", "drop"]:
@@ -103,12 +143,15 @@ def _on_stale(config: Config) -> Literal["wait", "drop"]:
     return on_stale
 
 
-def validation_params(config: Config, n_rows: int) -> ValidationParams:
-    """Return the parameters of validation; `n_rows` are the prepared held-out rows."""
+def validation_params(config: Config, n_rows: int, labels: Sequence[str] = ()) -> ValidationParams:
+    """Return the parameters of validation. n_rows: the prepared held-out rows. labels: of each, its set."""
     section, controller = config.validation, config.controller
+    sets = section.sets
     return ValidationParams(
         n_rows=n_rows,
         n_samples=section.n_generation,
+        labels=labels,
+        samples={label: keys.n_generation for label, keys in sets.items()},
         freq=section.freq,
         before=section.before,
         max_replicas=section.max_replicas,
@@ -116,12 +159,15 @@ def validation_params(config: Config, n_rows: int) -> ValidationParams:
         lease_timeout=controller.lease_timeout,
         max_attempts=controller.max_attempts,
         names=config.reward_names,
+        pass_score=section.pass_score,
+        pass_scores={label: keys.pass_score for label, keys in sets.items()},
+        keeps_texts=bool(config.logging.samples_dir),
     )
 
 
 def scale_limits(config: Config) -> Limits:
     """Return the autoscaler's limits; one that is off keeps the number of the start."""
-    scale, first = config.autoscale, config.rollout.parallelism.n_init_replicas if config.is_grpo else 0
+    scale, first = config.autoscale, config.rollout.parallelism.n_init_replicas if config.generates else 0
     bound = config.staleness_bound if config.is_grpo else 0
     groups = int(config.groups_per_step * config.controller.oversample) if config.is_grpo else 1
     return Limits(
@@ -134,11 +180,39 @@ def scale_limits(config: Config) -> Limits:
     )
 
 
-def sft_total_steps(config: Config, n_rows: int) -> int:
+def sft_total_steps(config: Config, prompts: Prompts) -> int:
     """Steps of a supervised job: all rows of all epochs in batches, or the limit if that is less."""
-    by_data = -(-n_rows * config.train.epoch // config.samples_per_step)
-    limit = config.train.max_num_steps
+    if prompts.counts.unfinished:  # there will be enough
+        return config.train.max_num_steps or 0
+    sources = prompts.sources or (Source("", len(prompts)),)
+    limit, batch = config.train.max_num_steps, config.samples_per_step
+    exhausted = config.train.train_policy.domain_exhausted
+    mixture = Mixture(sources, config.train.epoch, exhausted, stages_of(config, batch))
+    stops = config.train.train_policy.domain_exhausted == "stop"
+    rows = len(mixture.order(None if limit is None else limit * batch)) if stops else mixture.limit
+    by_data = -(-rows // batch)
     return by_data if limit is None else min(by_data, limit)
+
+
+def sft_steps_prepared(config: Config, prompts: Prompts) -> int:
+    """How many steps have all of their rows, while further ones are being prepared."""
+    sources = prompts.sources or (Source("", len(prompts)),)
+    batch = config.samples_per_step
+    return Mixture.unfinished(sources, stages_of(config, batch) if prompts.sources else ()).total // batch
+
+
+def sft_order(config: Config, prompts: Prompts) -> str:
+    """Identifies the order in which supervised training takes prepared rows."""
+    policy = config.train.train_policy
+    sources = [(source.name, source.early or source.rows, source.share) for source in prompts.sources]
+    facts: list[Any] = [config.effective_seed, policy.dataloader_shuffle, policy.domain_exhausted, sources]
+    if config.curriculum.stage:
+        stages = [(stage.from_step, sorted(stage.shares.items())) for stage in config.curriculum.stage]
+        facts.append([config.samples_per_step, stages])
+    if config.curriculum.column_name:
+        facts.append([config.curriculum.column_name, config.curriculum.descending])
+    order = f"supervised {hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()}"
+    return order + (f"{FIRST}{prompts.counts.early_digest}" if prompts.counts.early else "")
 
 
 def first_number(known: int, wall: float) -> int:
@@ -155,26 +229,63 @@ def first_number(known: int, wall: float) -> int:
     return max(known + LEAP, int(wall * 1000))
 
 
+def rows_files(
+    config: Config, run_dir: Path, prompts: Prompts, validation_prompts: Prompts | None
+) -> dict[GroupKind, RowsFile]:
+    """Name the prepared rows that a rollout replica may read itself (`train.local_dataset`)."""
+    files: dict[GroupKind, tuple[Path, Prompts | None]]
+    files = {"train": (TRAIN_DATA, prompts), "validation": (VALIDATION_DATA, validation_prompts)}
+    return {
+        kind: RowsFile(path=str(run_dir / path), digest=rows.digest)
+        for kind, (path, rows) in files.items()
+        if rows is not None and rows.digest and config.is_grpo and config.train.local_dataset is not False
+    }
+
+
+def prompts_of(config: Config, run_dir: Path) -> Prompts:
+    """Read the prepared training data. Raises `PromptFileError`."""
+    return Prompts(
+        run_dir / TRAIN_DATA,
+        seed=config.effective_seed,
+        shuffle=config.train.train_policy.dataloader_shuffle,
+        shares=config.shares,
+        stages=[stage.shares for stage in config.curriculum.stage],
+        descending=config.curriculum.descending if config.curriculum.column_name else None,
+    )
+
+
 # ---- the parts of a job -----------------------------------------------------------------------------------------
 
 
-def table_of(config: Config, n_positions: int, saved: Saved, *, succeeds: bool) -> GroupTable:
-    """Restore the groups of a GRPO job. succeeds: whether an earlier controller has given out numbers."""
-    params = ledger_params(config, n_positions)
+def table_of(config: Config, prompts: Prompts, saved: Saved, run_dir: Path, *, succeeds: bool) -> GroupTable:
+    """Restore the groups of a GRPO job. succeeds: whether an earlier controller has given out numbers.
+
+    Raises `PromptFileError`: the order of a pass is missing or damaged.
+    """
+    params = ledger_params(config, prompts.counts)
     header = saved[Table.HEADERS].get("ledger")
     if header is None:
         table = GroupTable(params)
         table.succeeds = succeeds
-        return table
-    table = GroupTable.restore(params, header, saved[Table.GROUPS], saved[Table.SAMPLES], saved[Table.HISTORY])
-    table.remake_misfits()
+    else:
+        table = GroupTable.restore(params, header, saved[Table.GROUPS], saved[Table.SAMPLES], saved[Table.HISTORY])
+        table.remake_misfits()
+    if params.by_results is not None:
+        table.passes.know(pass_files.read(run_dir, table.mixture.sources))
+        if (group := table.first_without_order()) is not None:
+            raise PromptFileError(
+                f"group {group.id} is of a pass whose order is not in {run_dir / pass_files.DIRECTORY}: put the "
+                "files back that were there, or begin a new run"
+            )
     return table
 
 
-def counter_of(config: Config, n_rows: int, header: Mapping[str, Any] | None) -> StepCounter:
+def counter_of(config: Config, prompts: Prompts, header: Mapping[str, Any] | None) -> StepCounter:
     """Restore the progress of a supervised job."""
-    total = sft_total_steps(config, n_rows)
-    return StepCounter(total, n_rows) if header is None else StepCounter.restore(total, header, n_rows)
+    total, rows, order = sft_total_steps(config, prompts), prompts.counts, sft_order(config, prompts)
+    if header is None:
+        return StepCounter(total, rows.n, order, rows.grown)
+    return StepCounter.restore(total, header, rows.n, order, rows.grown)
 
 
 def alarms_of(config: Config, steps: StepLog, validation: Validation, shown: list[str]) -> Alarms:
@@ -224,7 +335,8 @@ def scaling_of(config: Config, known: Mapping[str, Any] | None, now: float) -> R
 
 def validation_of(config: Config, run_dir: Path, saved: Saved) -> tuple[Validation, Prompts | None]:
     """Restore the rounds of validation, and read their prompts; None: there are none."""
-    if not config.validation.enable or not config.is_grpo:
+    if not config.validation.enable or not config.generates:
         return Validation.restore(ValidationParams(n_rows=0), saved[Table.VALIDATION]), None
-    prompts = Prompts(run_dir / VALIDATION_DATA, seed=0, shuffle=False)
-    return Validation.restore(validation_params(config, len(prompts)), saved[Table.VALIDATION]), prompts
+    prompts = Prompts(run_dir / VALIDATION_DATA, seed=0, shuffle=False, to_start_of_answer=not config.is_grpo)
+    params = validation_params(config, len(prompts), prompts.labels())
+    return Validation.restore(params, saved[Table.VALIDATION]), prompts

@@ -13,6 +13,7 @@ from statistics import fmean
 from controller.ledger.group import Group
 from controller.ledger.group_table import GroupTable
 from controller.state.job import JobState
+from controller.state.job_facts import sft_steps_prepared
 from controller.state.membership import Membership
 from controller.state.replicas import Replica
 from controller.state.standstill import NOTICED_S
@@ -57,6 +58,9 @@ def _training(job: JobState, trainers: Sequence[Replica], trainer: Replica) -> t
     """Trainers are present, and are not at a standstill."""
     table = job.progress
     if not isinstance(table, GroupTable):
+        step = table.committed
+        if job.prompts.counts.unfinished and step >= sft_steps_prepared(job.config, job.prompts):
+            return f"rows {step}", _rows(job, step)
         return "training", f"{trainer.name}: {trainer.status or 'getting ready'}"
     if job.publications.newest is None:
         return ("first weights", f"waits for the first weights of {trainer.name}: {trainer.status or 'loading'}")
@@ -128,6 +132,8 @@ def _groups(job: JobState, table: GroupTable, missing: int) -> tuple[str, str]:
     if not leased:
         if job.validation.pinned is not None:
             return _validation(job)
+        if table.awaits_rows:
+            return f"rows {step}", _rows(job, step)
         newest = job.publications.newest
         behind = [r for r in rollouts if newest is not None and r.version < newest.version]
         if behind and newest is not None:
@@ -142,6 +148,11 @@ def _groups(job: JobState, table: GroupTable, missing: int) -> tuple[str, str]:
         text = f"step {step} waits for rewards: {scoring:.0f} samples in the pool, the oldest for {oldest:.0f} s"
         return f"rewards {step}", text
     return f"groups {step}", f"step {step} waits for {_count(missing)} {_holders(job, leased)}"
+
+
+def _rows(job: JobState, step: int) -> str:
+    began = f"the job began with {len(job.prompts):,}"
+    return f"step {step} waits for rows that are being prepared (logs/data.log); {began}"
 
 
 def _holders(job: JobState, leased: list[Group]) -> str:

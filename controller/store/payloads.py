@@ -18,6 +18,11 @@ PayloadKey = tuple[str, str]
 Payload = bytes | memoryview
 
 
+def text_key(group_id: str, index: int) -> PayloadKey:
+    """The key of the text of a validation sample: these have no payload. A sample that is made again replaces it."""
+    return group_id, f"text.{index}"
+
+
 class RedisPayloads:
     """Payloads as plain string keys next to the job's tables, written in the ledger's own transaction."""
 

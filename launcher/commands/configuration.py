@@ -113,7 +113,8 @@ def _read_data(config: Config) -> DataReport:
         directory = Path(name)
         (directory / "config.json").write_text(json.dumps(resolved(config)), encoding="utf-8")
         written = str(data_report.path_of(directory).relative_to(directory))
-        run_step(directory, module, ["--report-only"], READING, result=written)
+        rewards, schemes = config.reward.environment, config.data_schemes
+        run_step(directory, module, ["--report-only"], READING, result=written, rewards=rewards, data=schemes)
         report = data_report.read(directory)
     if report is None:
         raise LaunchError("the report of the data cannot be read")

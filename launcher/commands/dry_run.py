@@ -117,7 +117,7 @@ def plan(checked: Checked) -> Planned:
         for spec in replica.processes
     ]
     shared: tuple[MemoryPart, ...] = ()
-    if model is not None and config.is_grpo:
+    if model is not None and config.generates:
         shared = serving_memory.host_copy(config, model), serving_memory.snapshots(config, model)
     planned = Planned(
         checked.machine, str(run.path), continued, model, no_model, processes, shared,
@@ -155,7 +155,7 @@ def _services(config: Config, run: RunDir) -> Iterator[PlacedReplica]:
     if not config.redis.url and binary is not None:
         argv = redis_server.command(binary, FREE_SOCKET, run.redis)
         yield PlacedReplica("redis", Role.REDIS, (ProcessSpec("redis", Role.REDIS, argv),))
-    yield placement.data_preparation(str(run.path))
+    yield placement.data_preparation(str(run.path), early=not config.train.resume)
     yield placement.controller(str(run.path), config.controller.host, config.controller.port or FREE_PORT)
 
 

@@ -79,7 +79,7 @@ def _local(target: RemoteJob, run: RunDir) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "run_dir": str(run.path),
         "launcher": run.launcher() or None,
-        "evaluates": bool(answers.get("name") or answers.get("files")),
+        "evaluates": any(answers.get(name) for name in ("name", "files", "custom_class", "part")),
         "embeds_redis": not (config.get("redis") or {}).get("url"),
         "checkpoint": {"path": str(checkpoint.path), "step": checkpoint.step} if checkpoint else None,
     }
@@ -261,6 +261,7 @@ def _title(facts: Mapping[str, Any]) -> str:
 
 
 def _job_lines(facts: Mapping[str, Any]) -> list[str]:
+    from launcher.display.summary import source_lines
     from launcher.display.view import View, line, rewards_text
     from schema.wire.messages import JobStatus
 
@@ -270,12 +271,13 @@ def _job_lines(facts: Mapping[str, Any]) -> list[str]:
     if grpo:
         states = ", ".join(f"{name} {count}" for name, count in ledger["states"].items() if count)
         text.append(f"  groups: {states or 'none yet'}")
-        if rewards := rewards_text(status):
-            text.append(f"  rewards: {rewards}")
-        if ledger["dropped"]:
-            text.append("  dropped: " + ", ".join(f"{why} {n}" for why, n in ledger["dropped"].items()))
-        if status.weights is not None:
-            text.append(f"  weights: {_weights(status.weights, status.replicas.get('rollout', 0))}")
+    if rewards := rewards_text(status):
+        text.append(f"  rewards: {rewards}")
+    if ledger["dropped"]:
+        text.append("  dropped: " + ", ".join(f"{why} {n}" for why, n in ledger["dropped"].items()))
+    text += [f"  trained of {source}" for source in source_lines(ledger)]
+    if status.weights is not None:
+        text.append(f"  weights: {_weights(status.weights, status.replicas.get('rollout', 0))}")
     gone = 0
     if (scale := facts["autoscale"]) is not None and scale["enabled"]:
         present = f"{scale['replicas']} of {scale['desired']} rollout replicas"

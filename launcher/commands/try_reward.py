@@ -58,6 +58,8 @@ def try_reward(
     """
     import tempfile
 
+    from schema.config import Config
+
     if completion is not None and answers is not None:
         raise LaunchError("--completion and --answers exclude each other")
     own_answers = None if answers is None else list(read_answers(answers))[:rows]
@@ -69,8 +71,9 @@ def try_reward(
         directory = Path(name)
         (directory / "data").mkdir()
         (directory / "config.json").write_text(json.dumps(data), encoding="utf-8")
-        rewards = data["reward"]["environment"]
-        run_step(directory, "controller.data.first_rows", ["--rows", str(count)], READING, rewards=rewards)
+        schemes = Config.model_validate(data).data_schemes
+        rewards, options = data["reward"]["environment"], ["--rows", str(count)]
+        run_step(directory, "controller.data.first_rows", options, READING, rewards=rewards, data=schemes)
         read = [json.loads(line) for line in _lines(directory / "data" / "rows.jsonl")]
         if own_answers is not None and len(read) < count:
             raise LaunchError(f"{answers} has {count} answers, and the training data {len(read)} rows")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,6 +88,18 @@ class RunResult:
         write_text(self.run_dir / "summary.json", json.dumps(self.summary(), indent=2) + "\n")
 
 
+def source_lines(ledger: dict[str, Any]) -> Iterator[str]:
+    """Say what was trained of each source of a mixture, next to its share."""
+    sources = ledger.get("sources", [])
+    trained = sum(source["trained"] for source in sources)
+    for source in sources:
+        part, passes = source["trained"] / max(1, trained), source["drawn"] / source["rows"]
+        yield (
+            f"{source['name']}: {source['trained']:,} groups, {part:.1%} (share {source['share']:.1%}); "
+            f"{source['dropped']:,} dropped, {passes:.2f} passes over {source['rows']:,} rows"
+        )
+
+
 def _data(run_dir: Path) -> dict[str, Any] | None:
     """Report what became of the rows of the data, without their texts."""
     report = data_report.read(run_dir)
@@ -126,6 +138,7 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("staleness", f"mean {mean}, max {ledger['max_staleness']}, bound {ledger['bound']}"))
         states = ", ".join(f"{name} {count}" for name, count in ledger["states"].items() if count)
         lines.append(("groups", f"{ledger['created']} created" + (f": {states}" if states else "")))
+        lines += [("trained of", text) for text in source_lines(ledger)]
         if ledger["dropped"]:
             dropped = ", ".join(f"{name} {count}" for name, count in ledger["dropped"].items())
             lines.append(("dropped", dropped))
@@ -153,7 +166,9 @@ def learning(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> 
         where = f"(version {first['version']} → {last['version']}, {last['samples']} samples)"
         failed = f", {last['errors']} gradings failed" if last.get("errors") else ""
         loss = "" if last.get("loss") is None else "loss "
-        lines.append(("held-out", f"{loss}{change}{after} {where}{failed}"))
+        scored = last.get("scores") is not None and last.get("score_mean") is not None
+        score = f", score {number(last['score_mean'])}" if loss and scored else ""
+        lines.append(("held-out", f"{loss}{change}{after}{score} {where}{failed}"))
     return lines
 
 

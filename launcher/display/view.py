@@ -75,6 +75,7 @@ def line(view: View) -> str:
         ("loss", number(status.metrics.get("loss")) if status.mode == "sft" else None),
         ("reward", number(status.reward)),
         ("held_out", number(held_out)),
+        ("validated", "{}/{}".format(*status.validating) if status.validating else None),
         ("staleness", _staleness(view) if status.mode == "grpo" else None),
         ("samples_per_s", f"{status.samples_per_s:.1f}"),
         ("tokens_per_s", f"{status.tokens_per_s:.0f}"),
@@ -112,7 +113,15 @@ class LinePacer:
         status = view.status
         key: tuple[object, ...] = (view.stage.partition(":")[0],)
         if status is not None:
-            key = (phase_of(view), status.step, status.last_error, status.note, bool(view.notice), view.redis)
+            key = (
+                phase_of(view),
+                status.step,
+                status.validating,
+                status.last_error,
+                status.note,
+                bool(view.notice),
+                view.redis,
+            )
         age = now - self._printed_at
         new_phase = self._shown is None or self._shown[0] != key[0]
         if not (new_phase or (key != self._shown and age >= LINE_EVERY) or age >= SIGN_OF_LIFE):
@@ -201,11 +210,14 @@ def _training_rows(view: View, status: JobStatus) -> list[tuple[str, str]]:
         rows.append(("loss", number(status.metrics.get("loss")) or "–"))
     else:
         rows.append(("reward", f"{number(status.reward) or '–'}  {sparkline(view.rewards, SPARK_WIDTH)}"))
+    if status.validating:
+        rows.append(("validating", "{} of {} samples".format(*status.validating)))
     if status.validation:
         before = "" if view.first_held_out is None else f"  (before: {view.first_held_out:.3f})"
         score = number(status.validation.value) or FAILED
         if status.validation.loss is not None:
             score = f"loss {score}, accuracy {number(status.validation.accuracy)}"
+            score += f", score {number(status.validation.score_mean)}" if status.validation.is_completed else ""
         failed = f", {status.validation.errors} gradings failed" if status.validation.errors else ""
         held_out = f"{score} at version {status.validation.version}{before}{failed}"
         rows.append(("held-out", held_out))
@@ -213,7 +225,7 @@ def _training_rows(view: View, status: JobStatus) -> list[tuple[str, str]]:
         rows.append(("staleness", _staleness(view).replace("/", " · ") + "  (mean · max · bound)"))
         rows.append(("queue", f"{status.queue_ready} ready, {status.outstanding} outstanding"))
         rows.append(("policy", _policy(status)))
-        rows += [("rewards", text) for text in [rewards_text(status)] if text]
+    rows += [("rewards", text) for text in [rewards_text(status)] if text]
     if members := members_text(status):
         rows.append(("trainers", members))
     rows.append(("speed", f"{status.samples_per_s:.1f} samples/s, {status.tokens_per_s:.0f} tokens/s"))

@@ -16,6 +16,7 @@ from typing import Any
 
 from launcher.display.screen import Screen
 from launcher.display.summary import FORMAT
+from launcher.evaluation import report
 from launcher.job.directory import RunStart
 from launcher.plan.placement import PlacedReplica, evaluation
 from launcher.plan.rundir import RunDir, read_json
@@ -28,6 +29,7 @@ from launcher.restarts import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, NO_RESTARTS, SI
 from schema.config import Config
 from schema.util.atomic_file import write_text
 from schema.wire import data_report
+from schema.wire.messages import SourceScores
 
 
 async def evaluate(config: Config, run: RunDir, env: Mapping[str, str], screen: Screen) -> int:
@@ -83,21 +85,13 @@ def _code(supervised: Supervised) -> int:
 
 
 def table(scores: Mapping[str, Any]) -> str:
-    """The scores as text: one line per data source, the whole last."""
-    lines = [f"  {'source':<32} {'prompts':>8} {'answers':>8} {'errors':>7} {'score':>8} {'best':>8}"]
-    parts = [*scores["sources"].items(), ("all", scores)] if scores["sources"] else [("all", scores)]
-    for name, part in parts:
-        lines.append(
-            f"  {name[:32]:<32} {part['prompts']:>8} {part['responses']:>8} {part['errors']:>7} "
-            f"{_number(part['score']):>8} {_number(part['best']):>8}"
-        )
-    lines += [f"  reward {name}: {_number(value)}" for name, value in scores["rewards"].items()]
-    lines += ["  not scored: " + error.splitlines()[0] for error in scores["error_examples"]]
-    return "\n".join(lines)
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
+    """The scores as text: the estimates of each data source and of all, the single rewards, and what failed."""
+    parts = {**scores["sources"], report.ALL: scores}
+    columns = {"answers": {name: SourceScores.model_validate(part["scores"]) for name, part in parts.items()}}
+    lines = [report.table(columns)]
+    lines += [f"reward {name}: {value:.4f}" for name, value in scores["rewards"].items()]
+    lines += ["not scored: " + error.splitlines()[0] for error in scores["error_examples"]]
+    return "\n".join("  " + line for text in lines for line in text.splitlines())
 
 
 def run_evaluation(start: RunStart) -> int:

@@ -171,7 +171,9 @@ class Job:
         if not plan.continued:
             self._launch_workers()
         if not plan.reuse_data:
-            data = self.supervisor.launch(placement.data_preparation(str(plan.run.path)))
+            # A run that goes on may have had more rows than the early ones.
+            preparation = placement.data_preparation(str(plan.run.path), early=not plan.continued)
+            data = self.supervisor.launch(preparation)
             if (failed := await self._prepare_data(data)) is not None:
                 return failed
         if plan.redis.replica is not None:
@@ -192,7 +194,7 @@ class Job:
             return JobOutcome("finished", EXIT_OK, "it was finished before")
         if plan.continued:
             self._launch_workers()
-        if config.is_grpo:
+        if config.generates:
             self.event(
                 f"the controller listens at {plan.site.url}; another rollout replica joins with "
                 f"`cosmos-launch join {plan.run.path}`"
@@ -234,10 +236,15 @@ class Job:
         return status.phase is not Phase.FINISHED
 
     async def _prepare_data(self, data: Supervised) -> JobOutcome | None:
-        """Wait for the preparation; the supervisor's verdict if it failed, which ends the job."""
-        log_file = self.plan.run.logs / "data.log"
+        """Wait for the preparation, as far as the job needs it to begin; the supervisor's verdict if it failed, which
+        ends the job."""
+        run = self.plan.run
         while not data.done.is_set():
-            last_lines = tail(log_file, 1)
+            if not self.plan.continued and run.prompts.exists() and not data_report.has_all_rows(run.prompts):
+                self.event("data: the first rows are prepared, and the job begins while the others are")
+                self._send(partial(self._report_data, data))
+                return None
+            last_lines = tail(run.logs / "data.log", 1)
             self.view.stage = "preparing data" + (f": {last_lines[0][:100]}" if last_lines else "")
             try:
                 async with asyncio.timeout(POLL / 2):
@@ -246,9 +253,15 @@ class Job:
                 continue
         if data.last_exit is None or data.last_exit.code != EXIT_OK:
             return _blamed(await self.supervisor.ended)
-        for text in data_report.of_run(self.plan.run.path):
-            self.event(f"data: {text}")
+        await self._report_data(data)
         return None
+
+    async def _report_data(self, data: Supervised) -> None:
+        """Show what became of the rows, once all are prepared."""
+        await data.done.wait()
+        if data.last_exit is not None and data.last_exit.code == EXIT_OK:
+            for text in data_report.of_run(self.plan.run.path):
+                self.event(f"data: {text}")
 
     def _environment(self, spec: ProcessSpec) -> dict[str, str]:
         config, node_variables = self.plan.config, {"COSMOS_NODE_ADDRESS": self.plan.site.address}
@@ -287,7 +300,8 @@ class Job:
         if status is None:
             return Situation(over=False, needed=True)
         # Without controller and Redis it is unknown how the job ended: they are needed until they are stopped.
-        over = status.phase in TERMINAL_PHASES and role not in (Role.CONTROLLER, Role.REDIS)
+        ends = OVER if role is Role.DATA else TERMINAL_PHASES  # no step is left that needs rows
+        over = status.phase in ends and role not in (Role.CONTROLLER, Role.REDIS)
         return Situation(over=over, needed=self._needed(exit_, status), counts=not exit_.lost)
 
     async def _too_early(self, exit_: Exit) -> Situation:
@@ -300,7 +314,7 @@ class Job:
         return Situation(over=False, needed=True, counts=False)
 
     async def _newest_status(self, patience: float, role: Role) -> JobStatus | None:
-        if role not in (Role.POLICY, Role.ROLLOUT) or not self.link.started.is_set():
+        if role not in (Role.POLICY, Role.ROLLOUT, Role.DATA) or not self.link.started.is_set():
             return self.view.status
         try:
             self.view.status = await self.link.ask(api.job(), patience)
@@ -339,7 +353,7 @@ class Job:
             await self.link.notify(api.operate("stop"))
         else:
             self.event(f"{outcome.reason or 'finished'}; the workers are leaving")
-            await self.supervisor.wait(workers, self._grace)
+            await self.supervisor.wait([name for name in workers if name != "data"], self._grace)
         await self._stop(workers)
         collected = Collected(status=self.view.status)
         if self.supervisor.running(["controller"]):

@@ -85,10 +85,21 @@ def follow(request: LaunchRequest, cluster: Cluster) -> int:
 
 def train(start: RunStart) -> int:
     """Plan the job, run it, and show how it ended."""
+    from launcher.display.summary import ALL_DROPPED, out_of_data
+
+    result, screen = run_job(start), start.screen
+    screen.table(result.summary())
+    if out_of_data(result.summary()):
+        screen.write(f"{ALL_DROPPED}.")
+    elif result.outcome != "finished" and result.exit_code != EXIT_CONFIG:
+        screen.write(f"cosmos-launch --resume {start.run.path} goes on from here.")
+    return result.exit_code
+
+
+def run_job(start: RunStart) -> RunResult:
+    """Plan the job and run it to its end."""
     early = note_signals()
     import asyncio
-
-    from launcher.display.summary import ALL_DROPPED, out_of_data
 
     # "save a checkpoint": until the job is up there is nothing to save.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -96,13 +107,7 @@ def train(start: RunStart) -> int:
     screen = start.screen
     if reuse_data and (warning := changed_since(start.checked.config, start.run.path)):
         screen.event(f"warning: {warning}")
-    result = asyncio.run(_run(start, tokens, reuse_data, early))
-    screen.table(result.summary())
-    if out_of_data(result.summary()):
-        screen.write(f"{ALL_DROPPED}.")
-    elif result.outcome != "finished" and result.exit_code != EXIT_CONFIG:
-        screen.write(f"cosmos-launch --resume {start.run.path} goes on from here.")
-    return result.exit_code
+    return asyncio.run(_run(start, tokens, reuse_data, early))
 
 
 async def _run(start: RunStart, tokens: RunTokens, reuse_data: bool, early: Sequence[int]) -> RunResult:

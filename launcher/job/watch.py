@@ -94,7 +94,8 @@ class JobWatch:
             view.rewards.append(status.reward)
         if status.validation is not None and view.first_held_out is None:
             records = await self._link.ask(api.validations())
-            view.first_held_out = records[0].value if records else None
+            alike = (record for record in records if (record.loss is None) == (status.validation.loss is None))
+            view.first_held_out = next((record.value for record in alike), None)
         over = status.phase in TERMINAL_PHASES  # the outcome has the reason
         if before is not None and status.last_error and status.last_error != before.last_error and not over:
             self._event(f"error: {status.last_error}")

@@ -6,6 +6,8 @@ to a role; everything else of the environment is handed on as it is.
 
     AWS_*                          trainers where weights or checkpoints go to a bucket; rollout replicas where
                                    weights do
+    AWS_*, GOOGLE_*, GCP_*, AZURE_*, HADOOP_*, KRB5_*
+                                   the preparation of data where a dataset is at such an address
     HF_*, HUGGING…, proxies        trainers, rollout replicas, the preparation of data: they load models and data
     `teacher.key_variable`         trainers
     `reward.environment`           rollout replicas and the preparation of data; `rollout_worker.rewards` hands those
@@ -31,6 +33,8 @@ from schema.wire.store_url import is_url
 
 HUB = "https://huggingface.co"
 _AWS, _HUB, _PROXY = "AWS_", ("HF_", "HUGGING"), re.compile(r"(HTTPS?|ALL|FTP)_PROXY")
+_OF_DATA = {"s3": (_AWS,), "gs": ("GOOGLE_", "GCP_"), "hdfs": ("HADOOP_", "KRB5"), "abfs": ("AZURE_",)}
+"""Prefixes of the variables that the clients of addresses read, by `Config.data_schemes`."""
 _OF_TRACKERS = {
     "wandb": ("WANDB_",),
     "mlflow": ("MLFLOW_", "DATABRICKS_"),
@@ -115,11 +119,13 @@ def credentials_of(
     rewards: Collection[str] = (),
     teachers: Collection[str] = (),
     uploads: bool = False,
+    data: Collection[str] = (),
 ) -> dict[str, str]:
     """An environment without the secrets that this role has no use for.
 
     weight_store: `weight_sync.store`. rewards: `reward.environment`, for processes that score.
     teachers: `key_variable` of each, for trainers. uploads: whether trainers upload checkpoints to a bucket.
+    data: schemes of the addresses that data is read from.
     """
     buckets = {Role.POLICY} if uploads else set()
     if is_url(weight_store):
@@ -129,6 +135,8 @@ def credentials_of(
     def has_use(name: str) -> bool:
         upper = name.upper()
         if (scores and name in rewards) or (role is Role.POLICY and name in teachers):
+            return True
+        if role is Role.DATA and any(upper.startswith(_OF_DATA[scheme]) for scheme in data):
             return True
         if upper.startswith(_AWS):
             return role in buckets
@@ -147,7 +155,7 @@ def given_to(role: Role, config: Config, env: Mapping[str, str]) -> dict[str, st
     teachers = [teacher.key_variable for teacher in config.teacher if teacher.key_variable]
     store, rewards = config.weight_sync.store, config.reward.environment
     uploads = bool(config.train.ckpt.upload_s3)
-    return credentials_of(role, base_environment(env), store, rewards, teachers, uploads)
+    return credentials_of(role, base_environment(env), store, rewards, teachers, uploads, config.data_schemes)
 
 
 def given_to_trackers(trackers: Collection[str], env: Mapping[str, str]) -> dict[str, str]:
@@ -182,7 +190,7 @@ def withheld(config: Config, env: Mapping[str, str]) -> list[str]:
 def upload_targets(config: Config, run: str, env: Mapping[str, str]) -> Iterator[str]:
     """One line for each target. Names no credential."""
     ckpt, store = config.train.ckpt, config.weight_sync.store
-    if is_url(store) and config.is_grpo and not config.is_evaluation:
+    if is_url(store) and config.generates and not config.is_evaluation:
         yield f"every weight version to {store.rstrip('/')}/ {_bucket_access(env)}"
     if ckpt.upload_s3 and ckpt.s3_bucket:
         uploads = "the final model" if ckpt.upload_s3 == "final" else "every checkpoint and the final model"

@@ -36,8 +36,10 @@ def needs(config: Config, gpus: int, *, rollouts: bool = True) -> Needs:
     rollouts: whether rollout replicas run here; else they join from elsewhere.
     """
     policy, shared = policy_layout(config), config.placement.share != "none"
-    rollout = rollout_layout(config) if config.is_grpo and rollouts else None
+    rollout = rollout_layout(config) if config.generates and rollouts else None
     per_rollout = (rollout.size or 1) if rollout else 0
+    if config.validation.only:
+        return Needs(0, 0, rollout.replicas if rollout else 0, per_rollout)
     ranks = policy.size
     if ranks is None:
         free = gpus - sum(len(role.devices) for role in apart_layouts(config))
@@ -50,13 +52,17 @@ def needs(config: Config, gpus: int, *, rollouts: bool = True) -> Needs:
 
 
 def too_many(needed: Needs, workers: int, nodes: int) -> Problem:
-    parts = f"{needed.policy_replicas} policy replicas of {needed.policy_ranks}"
-    if needed.rollout_replicas:
-        parts += f", {needed.rollout_replicas} rollout replicas"
+    parts = _parts(needed)
     message = f"{workers} worker processes ({parts}) are more than the {MOST_ON_CPU * nodes} that share the cores of "
     message += "a machine without GPUs" if nodes == 1 else f"{nodes} machines without GPUs"
     key = "rollout.parallelism" if needed.rollout_replicas > workers // 2 else "policy.parallelism"
     return Problem(key, message, workers, f"write smaller sizes in [{key}], or run it where the GPUs are")
+
+
+def _parts(needed: Needs) -> str:
+    policy = f"{needed.policy_replicas} policy replicas of {needed.policy_ranks}" if needed.policy_replicas else ""
+    rollout = f"{needed.rollout_replicas} rollout replicas" if needed.rollout_replicas else ""
+    return ", ".join(filter(None, (policy, rollout)))
 
 
 def unlike_the_policy(role: RoleLayout, ranks: int) -> Problem:
@@ -74,9 +80,7 @@ def absent_devices(role: RoleLayout, beyond: list[int], count: int) -> Problem:
 
 def too_few(config: Config, needed: Needs, listed: list[RoleLayout], free: int, count: int) -> Problem:
     policy, rollout = (needed.policy_replicas * needed.policy_ranks, needed.rollout_replicas * needed.rollout_gpus)
-    parts = f"{needed.policy_replicas} policy replicas of {needed.policy_ranks}"
-    if needed.rollout_replicas:
-        parts += f", {needed.rollout_replicas} rollout replicas of {needed.rollout_gpus}"
+    parts = _parts(needed) + (f" of {needed.rollout_gpus}" if needed.rollout_replicas else "")
     shared = config.placement.share != "none"
     total = max(policy, rollout) if shared else policy + rollout
     message = f"the job needs {total} GPUs ({parts}), this machine has {count}"

@@ -120,7 +120,7 @@ def place(config: Config, *machines: Machine, rollouts: bool = True) -> list[Pla
         common.append({"COSMOS_CPU_THREADS": threads, "OMP_NUM_THREADS": threads})
     replicas, profiled = [], config.profiler.enable_nsys
     apart = [devices[role.name] for role in apart_layouts(config)]
-    policies = [sum(parts, ()) for parts in zip(devices["policy"], *apart, strict=True)]
+    policies = [sum(parts, ()) for parts in zip(devices.get("policy", []), *apart, strict=True)]
     shared = (
         {device for dealt in devices.get("rollout", []) for device in dealt} if _divides_memory(config) else set()
     )
@@ -130,6 +130,8 @@ def place(config: Config, *machines: Machine, rollouts: bool = True) -> list[Pla
         if shared & set(dealt):  # ranks take equally much, those whose GPU has no engine too
             envs = [env | part for env in envs]
         replicas.append(_policy(f"policy-{index}", nodes.policy[index], envs, dealt, profiled, index=index))
+    if config.validation.only:  # publishes the model, from the host's memory
+        replicas.append(_policy("policy-0", [0], [{**common[0], "CUDA_VISIBLE_DEVICES": ""}], (), profiled=False))
     for index, dealt in enumerate(devices.get("rollout", [])):
         node = nodes.rollout[index]
         env = {**common[node], **_visible(gpus, node, dealt)}
@@ -146,7 +148,7 @@ def place_elastic(
     Raises PlacementError.
     """
     first, scale = place(config, *machines, rollouts=rollouts), config.autoscale
-    begun = config.rollout.parallelism.n_init_replicas if config.is_grpo else 0
+    begun = config.rollout.parallelism.n_init_replicas if config.generates else 0
     if not scale.enable or not rollouts or (policy_layout(config).size is None and machines[0].gpus):
         return first, []
     most = sum(len(machine.gpus) for machine in machines) or MOST_ON_CPU * len(machines)
@@ -214,7 +216,7 @@ def _nodes(needed: Needs, devices: Mapping[str, list[tuple[int, ...]]], count: i
     rollouts = devices.get("rollout", [])
     if gpus_per_node:
         ranks = needed.policy_ranks
-        of_policy = [[device // gpus_per_node for device in dealt[:ranks]] for dealt in devices["policy"]]
+        of_policy = [[device // gpus_per_node for device in dealt[:ranks]] for dealt in devices.get("policy", [])]
         for index, dealt in enumerate(rollouts):
             if len({device // gpus_per_node for device in dealt}) > 1:
                 raise PlacementError(spans_nodes(index, dealt, gpus_per_node))
@@ -422,9 +424,9 @@ def controller(run_dir: str, host: str, port: int | str) -> PlacedReplica:
     return _service("controller", Role.CONTROLLER, "controller", run_dir, "--host", host, "--port", str(port))
 
 
-def data_preparation(run_dir: str) -> PlacedReplica:
-    """The process that tokenises the datasets and ends."""
-    return _service("data", Role.DATA, "controller.data.prepare", run_dir)
+def data_preparation(run_dir: str, *, early: bool = False) -> PlacedReplica:
+    """The process that tokenises the datasets and ends. early: the job may begin before it has prepared all rows."""
+    return _service("data", Role.DATA, "controller.data.prepare", run_dir, *(["--early"] if early else []))
 
 
 def evaluation(run_dir: str) -> list[PlacedReplica]:

@@ -45,6 +45,7 @@ from schema.config import Config
 from schema.config.loading.tomlwrite import dumps
 from schema.util.atomic_file import write_text
 from schema.util.file_lock import try_lock
+from schema.wire.data_report import has_all_rows
 
 LEAVING_POLL = 0.1
 LOCK_PATIENCE = 0.5
@@ -156,7 +157,7 @@ class RunDir:
         self.write_origins(origins)
         tokens = RunTokens.fresh()
         self.write_tokens(tokens, trainers=config.policy.parallelism.n_init_replicas > 1)
-        return tokens, before is not None and _same_data(before, now) and self.prompts.exists()
+        return tokens, before is not None and _same_data(before, now) and has_all_rows(self.prompts)
 
     def write_tokens(self, tokens: RunTokens, *, trainers: bool = False) -> None:
         """Leave the tokens that people need: `user` to look and operate, the others to join a replica by hand.

@@ -55,6 +55,7 @@ from schema.config import Config
 from schema.config.chat_template import changed_since
 from schema.util.atomic_file import write_text
 from schema.util.file_lock import open_lock, release, try_lock
+from schema.wire.data_report import has_all_rows
 from schema.wire.invalid import describe
 from schema.wire.messages import TERMINAL_PHASES, JobStatus, Phase
 
@@ -119,7 +120,7 @@ def _controller(config: Config) -> NoReturn:
     run.make()
     with _alone(run, config.controller.start_timeout):  # a stand-by begins at the same time
         _keep_config(run, config)
-        if not (run.path / "data" / "train.safetensors").exists():
+        if not has_all_rows(run.prompts):
             _prepare(run, config)
         elif warning := changed_since(config, run.path):
             sys.stderr.write(f"warning: {warning}\n")

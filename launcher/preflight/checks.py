@@ -123,7 +123,7 @@ def check_redis(config: Config, env: Mapping[str, str]) -> Findings:
 def unset_variables(config: Config, env: Mapping[str, str]) -> list[Problem]:
     """Variables that `reward.environment` and teachers name and the environment of this command does not have."""
     names = {f"reward.environment[{index}]": name for index, name in enumerate(config.reward.environment)}
-    for index, teacher in enumerate(config.teacher):
+    for index, teacher in enumerate([] if config.validation.only else config.teacher):
         if teacher.key_variable:
             names[f"teacher[{index}].key_variable"] = teacher.key_variable
     hint = "export {}=… before the start, or leave the name out"

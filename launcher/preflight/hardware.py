@@ -113,7 +113,8 @@ def slow_on_gpus(config: Config, machine: Machine) -> list[Problem]:
     def unwritten(section: BaseModel, key: str) -> bool:
         return key not in section.model_fields_set
 
-    if config.is_grpo and rollout.backend == "vllm" and rollout.enforce_eager and unwritten(rollout, "enforce_eager"):
+    eager = rollout.backend == "vllm" and rollout.enforce_eager
+    if config.generates and eager and unwritten(rollout, "enforce_eager"):
         message = "true, by default, keeps vLLM from CUDA graphs: each token waits for hundreds of kernels"
         hint = "write false: half a minute more at the start of a replica"
         problems.append(Problem("rollout.enforce_eager", message, True, hint))
@@ -140,7 +141,7 @@ def check_hardware(config: Config, machine: Machine) -> list[Problem]:
     """Numerics that this machine's GPUs cannot do, one problem each; without GPUs none of them."""
     problems = []
     for key, (feature, first) in SWITCHES.items():
-        if attrgetter(key)(config) and (config.is_grpo or not key.startswith("rollout.")):
+        if attrgetter(key)(config) and (config.generates or not key.startswith("rollout.")):
             problems.append(_unable(machine, key, True, feature, first, ANY_LATER, f"write {key} = false"))
     if (version := config.train.fa_version) is not None:
         feature, (first, last) = f"FlashAttention {version}", FLASH_ATTENTION[version]
@@ -170,7 +171,7 @@ def _unable(
 def check_engine_hardware(config: Config, machine: Machine) -> list[Problem]:
     """Settings of an engine that need a GPU; none where there are GPUs."""
     rollout, engine = config.rollout, config.rollout.engine
-    if machine.gpus or not config.is_grpo:
+    if machine.gpus or not config.generates:
         return []
     problems, mesh = [], rollout.parallelism
     none = "and this machine has none that the installed torch can use"

@@ -34,9 +34,9 @@ def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[P
     required = [("torch", "policy"), ("transformers", "policy")]
     if config.is_evaluation:
         required = _reward_packages(config.evaluation.reward_weights)
-    elif config.is_grpo:
+    elif config.generates:
         required += [("transformers", "rollout")]
-        required += _reward_packages({**config.grpo.reward_weights, **config.validation.reward_weights})
+        required += _reward_packages({*config.training_reward_weights, *config.validation_reward_names})
     problems += missing_optimizers(config, installed)
     problems += missing_kernels(config, installed)
     problems += missing_trackers(config, installed)
@@ -47,7 +47,7 @@ def missing_packages(config: Config, installed: Callable[[str], bool]) -> list[P
     for module, extra in missing.items():
         hint = f"pip install '.[{extra}]' in the checkout of cosmos-launch"
         problems.append(Problem("", f"the package {module} is not installed, and this job needs it", hint=hint))
-    generates = config.is_grpo and not config.is_evaluation
+    generates = config.generates and not config.is_evaluation
     name, engine = config.rollout.backend, config.rollout.engine
     if generates and engine.package not in missing and not installed(engine.package):
         other_backend = next(other_backend for other_backend in BACKENDS if other_backend != name)
@@ -90,7 +90,7 @@ def missing_kernels(config: Config, installed: Callable[[str], bool]) -> Iterato
         ("train.fp8.enable_fp8", "torchao", "pip install '.[8bit]' in the checkout, or write false"),
         ("policy.enable_liger_kernel", "liger_kernel", "pip install '.[liger]' in the checkout, or write false"),
     ]
-    if config.is_grpo:
+    if config.generates:
         hint = "pip install flashinfer-python, or write false"
         switches += [("rollout.vllm_use_flashinfer", "flashinfer", hint)]
         switches += [("rollout.sampling_config.use_flashinfer", "flashinfer", hint)]
@@ -167,7 +167,7 @@ SAMPLING_CLASSES = ("sampling_params.py", ("SamplingParams",))
 
 def check_engine_options(config: Config) -> list[Problem]:
     """Names that the installed engine does not have; nothing if it is not installed here."""
-    if not config.is_grpo or not config.rollout.engine.own_options:
+    if not config.generates or not config.rollout.engine.own_options:
         return []
     passed = [
         ("rollout.engine_kwargs", config.rollout.engine_kwargs, ENGINE_CLASSES),
@@ -226,7 +226,7 @@ def check_engine_version(config: Config, root: Path | None) -> list[Problem]:
     root: where its source lies; nothing is said where it is not here.
     """
     tried = config.rollout.engine.tried
-    if not config.is_grpo or not tried or root is None:
+    if not config.generates or not tried or root is None:
         return []
     names = (_DISTRIBUTION.fullmatch(path.name) for path in root.parent.glob("vllm*.dist-info"))
     installed = next((match[1] for match in names if match), None)

@@ -104,7 +104,7 @@ def published_on_device(config: Config, model: LocalModel, ranks: int, memory: i
     ranks: of a policy replica. memory: bytes of the GPU; 0: unknown.
     """
     away = config.placement.share != "none" or config.train.fsdp_offload
-    if not config.is_grpo or config.weight_sync.encoding == "full" or away:
+    if not config.generates or config.weight_sync.encoding == "full" or away:
         return ()
     n_bytes, words = _published(config, model)
     share, room = n_bytes // ranks, memory // KEPT_SHARE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from launcher.errors import LaunchError
@@ -22,11 +22,12 @@ def run_step(
     *,
     result: str = "",
     rewards: Sequence[str] = (),
+    data: Collection[str] = (),
 ) -> list[str]:
     """Run a step; answers what it wrote to standard error. Raises LaunchError where it has no result.
 
     limit: in seconds. result: the file that says that it has ended, whatever its exit code; "": that is 0.
-    rewards: variables of `reward.environment`.
+    rewards: variables of `reward.environment`. data: schemes of the addresses that data is read from.
     """
     import subprocess  # with the next two 100 ms that a command which runs no step need not spend
 
@@ -37,7 +38,7 @@ def run_step(
     try:
         ended = subprocess.run(
             argv,
-            env=credentials_of(Role.DATA, base_environment(os.environ), rewards=rewards),
+            env=credentials_of(Role.DATA, base_environment(os.environ), rewards=rewards, data=data),
             stderr=subprocess.PIPE,
             timeout=limit,
             check=False,

@@ -191,7 +191,7 @@ def write(options: SlurmOptions, env: Mapping[str, str]) -> int:
     config = load(options.configs, options.overrides, env).config
     if config.is_evaluation:
         raise LaunchError("an evaluation needs no cluster", "run it here: leave --target out")
-    if options.array and not config.is_grpo:
+    if options.array and not config.generates:
         raise LaunchError("--rollout-array is for rollout replicas, and this job has none", "leave it out")
     for option in options.options:
         _check_option(option)

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 from launcher.trackers.follow import Sent, TrackerFollower
 from launcher.trackers.sinks import SINKS, Run, Sink
+from launcher.trackers.tables import AnswerTables
 from schema.util.atomic_file import write_text
 from schema.util.text import one_line
 from schema.wire import event_file
@@ -42,7 +43,10 @@ class Feeder(threading.Thread):
         self._state = directory / "trackers" / f"{name}.json"
         self._failing = False
         self._tail = event_file.Tail(event_file.path_of(directory))
-        self._follower = TrackerFollower(self._known(), self._open, self._save)
+        self._config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+        logging = self._config["logging"]
+        answers = (logging.get(f"log_{kind}_samples", 0) for kind in ("training", "validation"))
+        self._follower = TrackerFollower(self._known(), self._open, self._save, AnswerTables(directory, *answers))
 
     def run(self) -> None:
         """Until the job is over, and what is left is sent."""
@@ -88,8 +92,7 @@ class Feeder(threading.Thread):
         write_text(self._state, json.dumps(asdict(sent)) + "\n")
 
     def _open(self, sent: Sent) -> Sink:
-        config: dict[str, Any] = json.loads((self._directory / "config.json").read_text())
-        logging = config["logging"]
+        logging = self._config["logging"]
         return SINKS[self._tracker](
             Run(
                 directory=self._directory,
@@ -98,7 +101,7 @@ class Feeder(threading.Thread):
                 run_id=(self._directory / "job_id").read_text().strip(),
                 segment=sent.segment,
                 fresh=sent.step < 0 and sent.version < 0,
-                config=config,
+                config=self._config,
             )
         )
 

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
+import numpy as np
+
+from launcher.trackers.tables import AnswerTable
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -32,7 +36,7 @@ class Run:
 
 
 class Sink(Protocol):
-    """A tracker that takes numbers. Calls may block and may raise anything."""
+    """A tracker that takes numbers and tables. Calls may block and may raise anything."""
 
     resumes: ClassVar[bool]
     """Whether a run can be gone on with by another process; else that one begins it anew, with all steps."""
@@ -42,6 +46,9 @@ class Sink(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         """The metrics of a step, in order. at: Unix time."""
+
+    def show(self, step: int, table: AnswerTable, at: float) -> None:
+        """Answers of a step whose metrics were logged, or are logged next. The same table may come twice."""
 
     def close(self) -> None:
         """Bring everything to where it is kept."""
@@ -63,7 +70,10 @@ def sink(name: str) -> Callable[[type[S]], type[S]]:
 
 @sink("tensorboard")
 class Tensorboard:
-    """Event files in `tensorboard/` of the run: `tensorboard --logdir` over a directory of runs compares them."""
+    """Event files in `tensorboard/` of the run: `tensorboard --logdir` over a directory of runs compares them.
+
+    It has no tables: they are texts of two dimensions, which its tab TEXT shows as such.
+    """
 
     resumes: ClassVar[bool] = True
 
@@ -73,15 +83,33 @@ class Tensorboard:
         folder = run.directory / "tensorboard"
         if run.fresh:  # what was undone must not be shown
             shutil.rmtree(folder, ignore_errors=True)
-        self._writer = Writer(str(folder))
+        self._writer, self._folder = Writer(str(folder)), str(folder)
+        self._texts: Any = None
 
     def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step, wall_time=at)
         self._writer.flush()
 
+    def show(self, step: int, table: AnswerTable, at: float) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.plugins.text.summary_v2 import text_pb
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        if self._texts is None:
+            self._texts = EventFileWriter(self._folder, filename_suffix=".samples")
+        # Cells are Markdown: four spaces in front of each line keep what a model wrote as it is.
+        cells = [
+            ["" if cell is None else "    " + str(cell).replace("\n", "\n    ") for cell in row] for row in table.rows
+        ]
+        summary = text_pb(table.name, np.array([table.columns, *cells], dtype=object))
+        self._texts.add_event(Event(wall_time=at, step=step, summary=summary))
+        self._texts.flush()
+
     def close(self) -> None:
         self._writer.close()
+        if self._texts is not None:
+            self._texts.close()
 
 
 @sink("wandb")
@@ -109,6 +137,12 @@ class Wandb:
     def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         self._run.log({**metrics, "step": step, "time": at})
 
+    def show(self, step: int, table: AnswerTable, at: float) -> None:
+        import wandb
+
+        shown = wandb.Table(columns=table.columns, data=table.rows, allow_mixed_types=True)
+        self._run.log({table.name: shown, "step": step, "time": at})
+
     def close(self) -> None:
         self._run.finish()
 
@@ -124,10 +158,13 @@ class Mlflow:
 
         from mlflow.tracking import MlflowClient
 
-        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.directory}/mlflow.db"
-        self._client = MlflowClient(address)
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        place = None if server else (run.directory / "mlartifacts").absolute().as_uri()
+        self._client = MlflowClient(server or f"sqlite:///{run.directory}/mlflow.db")
         existing = self._client.get_experiment_by_name(run.project)
-        experiment = self._client.create_experiment(run.project) if existing is None else existing.experiment_id
+        experiment = (
+            self._client.create_experiment(run.project, place) if existing is None else existing.experiment_id
+        )
         tag = f"{run.run_id}-{run.segment}"
         runs = self._client.search_runs([experiment], f"tags.cosmos_run = '{tag}'", max_results=1)
         made = runs[0] if runs else self._client.create_run(
@@ -140,6 +177,13 @@ class Mlflow:
 
         rows = [Metric(name, value, round(at * 1000), step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=rows)
+
+    def show(self, step: int, table: AnswerTable, at: float) -> None:
+        file, folder = f"{table.name}-{step:08d}.json", table.name.partition("/")[0]
+        if any(artifact.path == file for artifact in self._client.list_artifacts(self._id, folder)):
+            return  # a second time its rows would be appended
+        columns = dict(zip(table.columns, map(list, zip(*table.rows, strict=True)), strict=True))
+        self._client.log_table(self._id, columns, file)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
@@ -165,6 +209,11 @@ class Swanlab:
     def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         self._module.log(dict(metrics), step=step)
 
+    def show(self, step: int, table: AnswerTable, at: float) -> None:
+        shown = self._module.echarts.Table()
+        shown.add(table.columns, [["" if cell is None else str(cell) for cell in row] for row in table.rows])
+        self._module.log({table.name: shown}, step=step)
+
     def close(self) -> None:
         self._module.finish()
 
@@ -184,6 +233,10 @@ class Trackio:
 
     def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         self._module.log(dict(metrics), step=step)
+
+    def show(self, step: int, table: AnswerTable, at: float) -> None:
+        rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+        self._module.log({table.name: self._module.Table(columns=table.columns, data=rows)}, step=step)
 
     def close(self) -> None:
         self._module.finish()

@@ -74,13 +74,20 @@ class ScheduleFacts(_Facts):
 
 
 class DataFacts(_Facts):
-    """Which stream of rows supervised training has consumed, and how far; reinforcement has its ledger."""
+    """Which stream of rows supervised training has consumed, and how far; reinforcement has its ledger.
+
+    grown: numbers of rows that the stream had before. early: rows with which it may have begun, before the others
+    were prepared; unfinished: whether the others are still being prepared. A checkpoint does not hold these three.
+    """
 
     rows: int
     seed: int
     shuffle: bool
     batch: int
     position: int
+    grown: tuple[int, ...] = Field(default=(), exclude=True)
+    early: int = Field(default=0, exclude=True)
+    unfinished: bool = Field(default=False, exclude=True)
 
     def at(self, step: int) -> DataFacts:
         """The same stream where a run is in it after `step` committed steps."""

@@ -105,6 +105,9 @@ def check_data(saved: DataFacts | None, now: DataFacts | None) -> None:
     """Raises `CheckpointError` unless the rows of a supervised job go on where they were."""
     if saved is None or now is None:
         return
+    begun = now.early and saved.rows == now.early  # by a trainer that has seen the early rows alone
+    if begun or (saved.rows in now.grown and saved.position <= saved.rows):
+        saved = saved.model_copy(update={"rows": now.rows})
     names = {"rows": "rows of the dataset", "seed": "train.seed", "batch": "rows of a step"}
     names["shuffle"] = "train.train_policy.dataloader_shuffle"
     for field, words in names.items():
@@ -124,11 +127,14 @@ def data_facts(config: Config, reply: m.RegisterReply) -> DataFacts | None:
     if reply.mode != "sft":
         return None
     try:
-        rows = len(PromptFile(Path(reply.data_file)))
+        data = PromptFile(Path(reply.data_file))
     except PromptFileError:
         return None
     return DataFacts(
-        rows=rows,
+        rows=len(data),
+        grown=tuple(data.grown),
+        early=data.early,
+        unfinished=data.unfinished,
         seed=config.effective_seed,
         shuffle=config.sft.dataloader_shuffle,
         batch=config.samples_per_step,

@@ -20,7 +20,14 @@ from policy_worker.background import Background
 from policy_worker.checkpoints import directory
 from policy_worker.checkpoints.export import ExportNames, prepare_export, write_export
 from policy_worker.checkpoints.find import Resumption
-from policy_worker.checkpoints.layout import FoundCheckpoint, Manifest, ScheduleFacts, checkpoints_of, template_of
+from policy_worker.checkpoints.layout import (
+    DataFacts,
+    FoundCheckpoint,
+    Manifest,
+    ScheduleFacts,
+    checkpoints_of,
+    template_of,
+)
 from policy_worker.checkpoints.load import data_facts, load, schedule_facts
 from policy_worker.checkpoints.retention import Housekeeper
 from policy_worker.checkpoints.source_files import Files
@@ -67,6 +74,11 @@ class Rhythm:
         return last or by_data_pass or step % self.steps == 0
 
 
+def _rows(facts: DataFacts | None) -> tuple[int, bool] | None:
+    """How many rows there are, and whether further ones are being prepared; None: the file cannot be read now."""
+    return None if facts is None else (facts.rows, facts.unfinished)
+
+
 def _schedule_of(trained: TrainedModel) -> ScheduleFacts:
     return schedule_facts(trained.schedule, *trained.optimizer.peak_lrs)
 
@@ -87,6 +99,8 @@ class Checkpointer:
         )
         self._directory = checkpoints_of(Path(reply.run_dir))
         self._data = data_facts(config, reply)
+        self._awaits_rows = trainer.group.any(self._data is not None and self._data.unfinished)
+        """Whether some rank has seen a part of the rows alone."""
         self._lineage: list[tuple[int, int]] = [(reply.timeline, 0)]
         self._timeline = reply.timeline
         self._saved: int | None = None
@@ -171,11 +185,24 @@ class Checkpointer:
         data_passes: passes over the data that are complete after `step` committed steps; None: as many as so many
         batches of rows make."""
         if data_passes is None:
-            data_passes = 0 if self._data is None else self._data.at(step).position // self._data.rows
+            self._count_rows()
+            whole = self._data is not None and not self._awaits_rows
+            data_passes = self._data.at(step).position // self._data.rows if whole and self._data else 0
         before, self._data_passes = self._data_passes, max(self._data_passes, data_passes)
         if self._trainer.group.any(self._shutdown.checkpoint_asked):
             return True
         return self._rhythm.due(step, last=last, data_passes=self._data_passes, data_passes_before=before)
+
+    def _count_rows(self) -> None:
+        """While rows are being prepared, rank 0 says how many there are. A collective."""
+        if not self._awaits_rows:
+            return
+        facts = self._trainer.group.lead(lambda: _rows(data_facts(self._config, self._reply)))
+        if facts is None:
+            return
+        rows, self._awaits_rows = facts
+        if self._data is not None:
+            self._data = self._data.model_copy(update={"rows": rows})
 
     def save(self, step: int) -> None:
         """Save after `step` committed steps, once. A collective; returns as soon as training may go on.

@@ -8,7 +8,8 @@ next one does so after its death (`policy_worker.replicas`).
 
 A step counts when it is committed: whatever happens before is done again from the last commit. Publishing comes
 right after the commit, since rollout replicas wait for it; all of it but a copy of the weights runs in parallel with
-the next step. Supervised training publishes nothing, so its commits travel while the next step is trained.
+the next step. Without rollout replicas (supervised training) nothing is published, and commits travel while the next
+step is trained.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Loop:
         traces = Path(reply.run_dir) / "profiles"
         prefix = self._replicas.prefix
         self._profiles = Profiles(config.profiler, trainer, traces, session, shutdown, prefix=prefix)
-        self._overlaps = reply.mode == "sft" and self._replicas.parts == 1
+        self._overlaps = not config.generates and self._replicas.parts == 1
         self._clock = None if reply.mode == "sft" else WaitClock()
         self._published = -1
         self._publish_seconds = 0.0
@@ -172,7 +173,9 @@ class Loop:
         if reply is None:
             return None
         if not self._overlaps:
-            saves = self._checkpointer.due(step, last=reply.finished or last, data_passes=reply.epochs)
+            # Of a supervised job the controller does not count the rows.
+            passes = None if self._reply.mode == "sft" else reply.epochs
+            saves = self._checkpointer.due(step, last=reply.finished or last, data_passes=passes)
         return reply.finished, saves
 
     def _begin(self, step: int) -> bool:
@@ -196,7 +199,7 @@ class Loop:
         if self._replicas.leads and not self._leads:
             self._leads = True
             self._checkpointer.lead()
-            if self._reply.mode != "sft":  # where no replica would fetch
+            if self._config.generates:  # else no replica would fetch
                 self.publisher = Publisher(self._registration)
             self._publish(step)
 
@@ -344,7 +347,7 @@ class WaitClock:
 class Commits:
     """Reports to the controller that a step is trained. All ranks call alike; `session` on rank 0 only.
 
-    Reinforcement waits for the answer: the next batch and the publication depend on it. Supervised training needs
+    A job that generates waits for the answer: the next batch and the publication depend on it. Another one needs
     neither, so there a commit is on its way while the next step is trained; commits stay in order, one at a time, and
     each is awaited before the next is sent, so a crash loses at most the step whose commit had not been answered."""
 

@@ -27,16 +27,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
+
+from controller.client import calls as api
 from policy_worker.background import Background
 from policy_worker.errors import PolicyError, SettingsError
+from policy_worker.model.load import load_model
 from policy_worker.model.model import DTYPES
 from policy_worker.parallel.pipeline_stages import names_here
 from policy_worker.replicas.base import Registration
+from policy_worker.session import Session
 from policy_worker.weights.nccl_sender import open_sender
 from policy_worker.weights.publication_record import RECORD, PublicationRecord
 from policy_worker.weights.release import PublishingLeader, PublishTarget, Release
+from schema.config import Config
+from schema.wire import messages as m
 from weight_sync import WeightError
 from weight_sync.errors import StoreError
+from weight_sync.hf_names import hub_tensors
+from weight_sync.publishing import writer
 from weight_sync.publishing.chain import Chain
 from weight_sync.publishing.device_copy import DeviceCopy, no_room
 from weight_sync.publishing.pinned_copy import PinnedCopy
@@ -64,13 +73,10 @@ class Publisher:
         self._shadow = PinnedCopy(keeps=settings.encoding == "delta", on_device=on_device)
         self._background = Background("publish")
         self._stop = threading.Event()
-        try:
-            self._store = open_store(reply.weight_store, timeout=settings.store_timeout, stop=self._stop)
-        except StoreError as error:
-            raise SettingsError(f"weight_sync.store: {error}") from error
+        self._store = _open(config, reply, self._stop)
         trainer.group.lead(lambda: prove(self._store, strict=reply.committed_steps == 0))
         self._leader: PublishingLeader | None = None
-        name = re.sub(r"[^A-Za-z0-9_-]", "-", reply.job_id).lstrip("-_")
+        name = _job_in_names(reply)
         if session is not None:
             record = PublicationRecord(Path(reply.run_dir) / RECORD, self._store, name)
             sender = open_sender(config, self._store, session.url)
@@ -204,6 +210,18 @@ class NoPublisher:
         pass
 
 
+def _open(config: Config, reply: m.RegisterReply, stop: threading.Event) -> Store:
+    try:
+        return open_store(reply.weight_store, timeout=config.weight_sync.store_timeout, stop=stop)
+    except StoreError as error:
+        raise SettingsError(f"weight_sync.store: {error}") from error
+
+
+def _job_in_names(reply: m.RegisterReply) -> str:
+    """Return the job as names of versions have it."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", reply.job_id).lstrip("-_")
+
+
 def prove(store: Store, strict: bool) -> None:
     """Look, before training, whether the store takes what will come.
 
@@ -217,3 +235,52 @@ def prove(store: Store, strict: bool) -> None:
         if strict:
             raise SettingsError(f"weight_sync.store: {error}") from error
         log.error("weights will not be published as things stand: %s", error)
+
+
+def publish_once(config: Config, session: Session) -> str:
+    """Publish a model that nobody trains as version 0, once, for a job that only validates it.
+
+    One process reads it into the host's memory, in the type in which it is published, and needs no GPU. Its files
+    stay in the store, so that it may leave at once: the reason to do so is returned. Registered again, by a start
+    that goes on, it finds the publication there and has nothing to do.
+
+    Raises `SettingsError`: the model or the store cannot be used; `WeightError`, `Refused`, `ControllerLost`."""
+    reply = session.reply
+    if reply.publication is not None:
+        return "finished"
+    session.say("reading the model")
+    store = _open(config, reply, threading.Event())
+    prove(store, strict=True)
+    began, dtype = time.monotonic(), config.train.effective_transfer_dtype
+    parallelism = type(config.policy.parallelism)()
+    model = load_model(
+        config.model_copy(
+            update={
+                "train": config.train.model_copy(update={"master_dtype": dtype}),
+                "policy": config.policy.model_copy(update={"parallelism": parallelism}),
+            }
+        )
+    ).read_weights(torch.device("cpu"))
+    read = time.monotonic()
+    session.say("publishing the model")
+    name = _job_in_names(reply)
+    tensors = hub_tensors(model.lm, dtype=DTYPES[dtype])
+    published = writer.publish(store, version=0, timeline=reply.timeline, tensors=tensors, name=name)
+    request = m.PublishRequest(
+        **session.identity(),
+        version=0,
+        uri=published.uri,
+        manifest_hash=published.manifest_hash,
+        content_hash=published.content_hash,
+        n_bytes=published.n_bytes,
+        kind=published.kind,
+        full_bytes=published.n_bytes,
+        metrics={"write": time.monotonic() - read},
+        newest_publication=session.history.newest_publication,
+    )
+    session.history.published(session.call(api.publish(request)))
+    log.info(
+        "the model is published: %s bytes of %s, read in %.1f s, written in %.1f s",
+        f"{published.n_bytes:,}", dtype, read - began, time.monotonic() - read,
+    )  # fmt: skip
+    return "finished"

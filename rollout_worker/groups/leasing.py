@@ -18,10 +18,12 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 from controller.client import calls as api
 from rollout_worker.engines.base import Engine, GenerationRequest, SamplingSettings
+from rollout_worker.groups.local_rows import LocalRows
 from rollout_worker.groups.pushing import Pusher
 from rollout_worker.lease_table import HeldGroup, LeaseTable
 from rollout_worker.metrics import Metrics
@@ -31,6 +33,8 @@ from rollout_worker.shutdown import ShutdownRequest
 from rollout_worker.weights.follower import WeightFollower
 from schema.config import Config
 from schema.wire.messages import LeasedGroup, LeaseReply, LeaseRequest, LeaseStatus
+from schema.wire.messages.leases import purpose_of
+from schema.wire.prompts import PromptFileError
 from schema.wire.weights import Publication
 
 log = logging.getLogger(__name__)
@@ -62,14 +66,21 @@ class Leasing:
         pusher: Pusher,
         shutdown: ShutdownRequest,
         metrics: Metrics,
+        rows: LocalRows,
         stop_tokens: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         """stop_tokens: stop strings that are special tokens, by id."""
+        self._rows = rows
+        self._opening: asyncio.Task[None] | None = None
+        """Opens the rows that a lease has named."""
         self._config, self._session, self._engine, self._leases = config, session, engine, leases
         self._weights, self._pusher, self._shutdown, self._metrics = weights, pusher, shutdown, metrics
         self.settings: dict[str, SamplingSettings] = {
             "train": training_settings(config, stop_tokens),
-            "validation": validation_settings(config, stop_tokens),
+            **{
+                purpose_of("validation", label): validation_settings(config, stop_tokens, label)
+                for label in ("", *config.validation.sets)  # "": data that an earlier version has prepared
+            },
         }
         self._numbers = itertools.count()
         self.generating = OpenRanges("generate")
@@ -143,6 +154,7 @@ class Leasing:
                         manifest_hash=publication.manifest_hash,
                         max_groups=wanted,
                         wait_s=wait_s,
+                        reads=list(self._rows.digests.values()),
                     )
                 )
             )
@@ -162,6 +174,8 @@ class Leasing:
     async def _take(self, reply: LeaseReply, weights: Publication) -> None:
         if reply.status is LeaseStatus.GRANTED:
             await self._accept(reply.groups, weights)
+            if reply.rows_files:  # read whole, which takes its time: leases go on meanwhile
+                self._opening = asyncio.create_task(self._open_rows(reply), name="prepared rows")
         elif reply.status is LeaseStatus.UPDATE:
             self._weights.look_again()
             await self._wait_for_weights(reply.update_to or 0)
@@ -173,16 +187,25 @@ class Leasing:
             log.debug("%s: %s", reply.status.value, reply.reason)
             await asyncio.sleep(PAUSE_S)
 
+    async def _open_rows(self, reply: LeaseReply) -> None:
+        rows = await asyncio.to_thread(LocalRows.of, reply, Path(self._session.reply.run_dir))
+        self._rows = rows if rows.digests else self._rows
+
     async def _accept(self, groups: list[LeasedGroup], weights: Publication) -> None:
         for lease in groups:
             if lease.pinned_version is not None and not self._weights.may_pin(lease.pinned_version):
                 log.info("group %s is given back: it needs version %d", lease.group_id, lease.pinned_version)
                 await self._release(lease.lease_id)
                 continue
-            group = self._leases.add(lease, weights)
+            try:
+                whole = self._rows.fill(lease)
+            except PromptFileError:
+                await self._release(lease.lease_id)
+                continue
+            group = self._leases.add(whole, weights)
             if group is None:
                 continue
-            if lease.kind == "train":
+            if whole.kind == "train":
                 self._metrics.training_began(time.monotonic(), self._engine.stats())
             self._submit(group)
 
@@ -210,7 +233,7 @@ class Leasing:
         the others depend on them. The greedy sample has the highest index, so it is the last of its request.
         """
         lease = group.lease
-        settings = within(self.settings[lease.kind], self._longest - len(lease.prompt_token_ids))
+        settings = within(self.settings[lease.purpose], self._longest - len(lease.prompt_token_ids))
         whole = self._config.train.deterministic and not self._config.rollout.n_generation_to_batch
         indices = list(range(len(lease.seeds))) if whole else sorted(group.open)
         parts = [[index] for index in indices] if self._config.rollout.n_generation_to_batch else [indices]
@@ -296,7 +319,7 @@ def training_settings(config: Config, stop_tokens: Mapping[int, str] = MappingPr
         include_stop_str_in_output=rollout.include_stop_str_in_output,
         extra=dict(sampling.extra),
         correction=sampling.sampling_correction if sampling.reshapes else "none",
-        routing=config.grpo.routing_replay,
+        routing=config.grpo.routing_replay if config.is_grpo else "none",
     )
 
 
@@ -305,12 +328,15 @@ def within(settings: SamplingSettings, room: int) -> SamplingSettings:
     return settings if settings.max_tokens <= room else replace(settings, max_tokens=room)
 
 
-def validation_settings(config: Config, stop_tokens: Mapping[int, str] = MappingProxyType({})) -> SamplingSettings:
+def validation_settings(
+    config: Config, stop_tokens: Mapping[int, str] = MappingProxyType({}), label: str = ""
+) -> SamplingSettings:
     """How validation answers are drawn: `[validation]` says how tokens are chosen, `[rollout]` when they end.
 
-    A temperature of 0 is greedy decoding, where filters mean nothing. stop_tokens: see `training_settings`.
+    A temperature of 0 is greedy decoding, where filters mean nothing. stop_tokens: see `training_settings`. label: of
+    one of several sets, which may say otherwise.
     """
-    validation = config.validation
+    validation = config.validation.of_set(label)
     greedy = validation.temperature == 0.0
     return replace(
         training_settings(config, stop_tokens),

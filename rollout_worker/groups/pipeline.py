@@ -22,6 +22,7 @@ from rollout_worker.rewards.pool import RewardPool, RewardResult, Task
 from rollout_worker.rewards.scoring import OVERLONG, overlong_penalty, parts_of, score_of
 from schema.config import Config
 from schema.wire.messages import LeasedGroup
+from schema.wire.messages.leases import purpose_of
 from schema.wire.sample import Ending, FinishReason, Sample
 
 log = logging.getLogger(__name__)
@@ -52,8 +53,11 @@ class GenerationPipeline:
     ) -> None:
         self._config, self._engine, self._tokenizer, self._leases = config, engine, tokenizer, leases
         self._leasing, self._rewards, self._pusher = leasing, rewards, pusher
-        self._weights = {"train": config.grpo.reward_weights, "validation": config.validation_reward_weights}
-        self._names = {kind: tuple(weights) for kind, weights in self._weights.items()}
+        unnamed = config.validation.reward_weights or config.training_reward_weights
+        by_label = {"": unnamed, **config.validation_rewards}  # "": data that an earlier version has prepared
+        validated = {purpose_of("validation", label): weights for label, weights in by_label.items()}
+        self._weights = {"train": config.training_reward_weights, **validated}
+        self._names = {purpose: tuple(weights) for purpose, weights in self._weights.items()}
         self._texts = TextKeeper(config, tokenizer, self._weights)
 
     async def run(self) -> None:
@@ -87,12 +91,14 @@ class GenerationPipeline:
             if (request := leases.request(sample.request_id)) and request[1][sample.index] in request[0].open
         ]
         answers = texts(
-            self._tokenizer, [sample for sample, _ in known], [settings[group.lease.kind] for _, (group, _) in known]
+            self._tokenizer,
+            [sample for sample, _ in known],
+            [settings[group.lease.purpose] for _, (group, _) in known],
         )
         for (sample, (group, indices)), text in zip(known, answers, strict=True):
             lease = group.lease
             leases.generated(sample.request_id, indices[sample.index])
-            future = self._rewards.submit(Task(text, lease.row, self._names[lease.kind]))
+            future = self._rewards.submit(Task(text, lease.row, self._names[lease.purpose]))
             future.add_done_callback(ranges.ending("score"))
             index, began = indices[sample.index], time.monotonic()
             future.add_done_callback(partial(self._push, group, index, sample, text, began=began))
@@ -121,20 +127,20 @@ class GenerationPipeline:
     def _made(
         self, lease: LeasedGroup, index: int, sample: Generation, text: str, seconds: float, result: RewardResult
     ) -> Sample:
-        config, limit = self._config, self._leasing.settings[lease.kind].max_tokens
+        config, limit = self._config, self._leasing.settings[lease.purpose].max_tokens
         rewards = dict(result.rewards)
-        overlong = config.grpo.overlong_reward
-        if overlong.enable_overlong_penalty and lease.kind == "train":
+        if lease.kind == "train" and (overlong := config.grpo.overlong_reward).enable_overlong_penalty:
             rewards[OVERLONG] = overlong_penalty(len(sample.token_ids), limit, overlong)
-        score, error = score_of(rewards, self._weights[lease.kind], result.error)
+        score, error = score_of(rewards, self._weights[lease.purpose], result.error)
         reason = finish_reason(sample, len(lease.prompt_token_ids), limit, config.policy.model_max_length)
-        sent = None if config.grpo.rollout_as_token_ids else text
+        sent = None if config.is_grpo and config.grpo.rollout_as_token_ids else text
         judged = {
             "rewards": rewards,
             "score": score,
             "outage": result.outage,
             "ending": "reward_error" if error is not None else ENDINGS[reason],
             "seconds": round(seconds, 4),
+            "answer": result.answer if lease.kind == "validation" else None,
         }
         kept = self._texts.text(lease, sample, text, failed=error is not None)
         scored_sample = to_sample(lease, index, sample, reason, error=error, text=sent, kept=kept, **judged)
@@ -146,7 +152,7 @@ class GenerationPipeline:
         self, lease: LeasedGroup, sample: Generation, result: RewardResult
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """At which tokens of a sample, prompt included, parts of its score were earned, and these parts."""
-        ids, located = sample.token_ids.tolist(), parts_of(result.parts, self._weights[lease.kind])
+        ids, located = sample.token_ids.tolist(), parts_of(result.parts, self._weights[lease.purpose])
         summed: dict[int, float] = {}
         for token, value in zip(tokens_at(self._tokenizer, ids, located), located.values(), strict=True):
             summed[token] = summed.get(token, 0.0) + value

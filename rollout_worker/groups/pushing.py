@@ -235,7 +235,7 @@ def to_sample(
 ) -> Sample:
     """A sample as it travels: the prompt, what was generated, and its rewards or the error that took their place.
 
-    judged: `rewards`, `score`, `outage`, `ending` and `seconds` of its header.
+    judged: `rewards`, `score`, `outage`, `ending`, `seconds` and `answer` of its header.
     """
     prompt = np.asarray(group.prompt_token_ids, np.int32)
     n, r = len(prompt), len(generated.token_ids)

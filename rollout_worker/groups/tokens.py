@@ -133,18 +133,19 @@ class TextKeeper:
     """Decides which samples are kept as text, and makes it."""
 
     def __init__(self, config: Config, tokenizer: Any, weights: Mapping[str, Mapping[str, float]]) -> None:
-        """weights: of the reward functions, by kind of group."""
+        """weights: of the reward functions, by the purpose of groups."""
         self._tokenizer = tokenizer
         self._per_step, self._wanted = config.groups_per_step, config.logging.sample_groups
+        self._keeps_all = bool(config.logging.samples_dir)
         short = config.reward_names
         self._weights = {
-            kind: {short[name]: weight for name, weight in names.items()} for kind, names in weights.items()
+            purpose: {short[name]: weight for name, weight in names.items()} for purpose, names in weights.items()
         }
 
     def text(self, lease: LeasedGroup, sample: Generation, answer: str, *, failed: bool) -> str | None:
         """`SampleText` as JSON; None of a sample that is not kept. Tokens one by one are those of chosen groups."""
         chosen = lease.kind == "train" and sample_file.is_chosen(lease.group_id, self._per_step, self._wanted)
-        if not (chosen or failed or lease.kind == "validation"):
+        if not (chosen or failed or lease.kind == "validation" or self._keeps_all):
             return None
         n = min(len(sample.token_ids), MOST_PIECES) if chosen else 0
         reference = lease.row.get("answer")
@@ -159,7 +160,7 @@ class TextKeeper:
                 for run in zip(sample.version_starts.tolist(), sample.version_values.tolist(), strict=True)
                 if run[0] < n
             ],
-            weights=self._weights[lease.kind],
+            weights=self._weights[lease.purpose],
         )
         return text.model_dump_json(exclude_defaults=True)
 

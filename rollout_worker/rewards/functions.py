@@ -9,7 +9,8 @@ One more built-in function is one more function here with `@builtin("name")`; on
 Extraction of answers is ours: the last `\\boxed{…}` with balanced braces, the number after the last `####`, the
 letter in `<answer>`. Comparison is math-verify's (it knows fractions, roots, sets, units), but identical strings and
 plain numbers are compared exactly first: that settles most samples in a microsecond instead of milliseconds.
-Extraction takes linear time, since policies do write 20,000 spaces: hence the possessive `*+`.
+Extraction takes linear time, since policies do write 20,000 spaces: hence the possessive `*+`. The answer that it
+finds is reported next to the reward: what was just extracted is remembered for that.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
-from decimal import Decimal, InvalidOperation
 from functools import cache, lru_cache
 from typing import Any
+
+from schema.scores.answers import number
 
 Builtin = Callable[[str, Mapping[str, Any]], float]
 BUILTIN: dict[str, Builtin] = {}
 """The built-in functions by their names in the configuration."""
 PACKAGES: dict[str, str] = {}
 """The package that a built-in function needs besides ours; "": none."""
+Extractor = Callable[[str], str | None]
+EXTRACTORS: dict[str, Extractor] = {}
+"""How built-in functions find the answer in a completion, of those that look for one."""
 
-_NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})*|\d+)?(?:\.\d+)?")
 _GSM8K = re.compile(r"####\s*+\$?\s*+([-+]?[\d,]*\.?\d+)")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 _ANSWER_TAG = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL | re.IGNORECASE)
@@ -39,14 +43,24 @@ _SAYS = re.compile(
 )
 
 
-def builtin(name: str, package: str = "") -> Callable[[Builtin], Builtin]:
-    """Register a built-in reward function, and the package that it imports besides ours."""
+def builtin(name: str, package: str = "", answer: Extractor | None = None) -> Callable[[Builtin], Builtin]:
+    """Register a built-in reward function, the package that it imports besides ours, and how it finds an answer."""
 
     def register(function: Builtin) -> Builtin:
         BUILTIN[name], PACKAGES[name] = function, package
+        if answer is not None:
+            EXTRACTORS[name] = answer
         return function
 
     return register
+
+
+def extracted(name: str, completion: str, row: Mapping[str, Any]) -> str | None:
+    """The answer that a built-in function finds in a completion; None: it finds none, or looks for none."""
+    if name == "by_source":
+        name = source_scorers().get(str(row.get("data_source")), "")
+    extractor = EXTRACTORS.get(name)
+    return None if extractor is None else extractor(completion)
 
 
 def reference(row: Mapping[str, Any]) -> str:
@@ -57,6 +71,53 @@ def reference(row: Mapping[str, Any]) -> str:
             "the row has no reference answer: name its column in train.train_policy.response_column_name"
         )
     return str(answer)
+
+
+# ---- answers -------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4)
+def last_boxed(text: str) -> str | None:
+    """Content of the last complete `\\boxed{…}` (or `\\fbox{…}`), None without one."""
+    best, opened = (0, 0), []
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append(brace.end() if len(brace[0]) > 1 else 0)
+        elif opened:
+            best = max(best, (opened.pop(), brace.start()))
+    return text[slice(*best)] if best[0] else None
+
+
+def last_tagged(text: str) -> str | None:
+    """Content of the last `<answer>…</answer>`, None without one."""
+    answers = [inside for inside, end in _ANSWER_TAG.findall(text) if end]
+    return answers[-1] if answers else None
+
+
+@lru_cache(maxsize=4)
+def last_gsm8k(text: str) -> str | None:
+    """The number after the last `####`, None without one."""
+    answers = _GSM8K.findall(text)
+    return answers[-1] if answers else None
+
+
+@lru_cache(maxsize=4)
+def chosen_letter(completion: str) -> str | None:
+    """The letter that a completion chooses, upper case; None if it chooses none."""
+    for place in (last_tagged(completion), last_boxed(completion)):
+        if place is not None:
+            text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{", "{", place)
+            match = _LETTER.match(text)
+            return match[1].upper() if match else None
+    answer = completion.rsplit("</think>", 1)[-1]
+    said = _SAYS.findall(answer)
+    if said:
+        return str(said[-1]).upper()
+    alone = re.fullmatch(r"[\s(\[*\"']*([A-Za-z])[\s)\].*\"':]*", answer)
+    return alone[1].upper() if alone else None
+
+
+# ---- functions ----------------------------------------------------------------------------------------------------
 
 
 @builtin("format")
@@ -75,7 +136,7 @@ def format_(completion: str, row: Mapping[str, Any]) -> float:
     return float(last_boxed(rest) is not None or last_tagged(rest) is not None)
 
 
-@builtin("boxed_math", package="math_verify")
+@builtin("boxed_math", package="math_verify", answer=last_boxed)
 def boxed_math(completion: str, row: Mapping[str, Any]) -> float:
     """1 if the last `\\boxed{…}` is mathematically equal to the reference (which may be boxed or `####` too)."""
     expected = reference(row)
@@ -84,7 +145,7 @@ def boxed_math(completion: str, row: Mapping[str, Any]) -> float:
     return float(answer is not None and same_answer(answer, expected))
 
 
-@builtin("gsm8k")
+@builtin("gsm8k", answer=last_gsm8k)
 def gsm8k(completion: str, row: Mapping[str, Any]) -> float:
     """1 if the number after the last `####` equals the reference's (a number, or a worked answer with `####`)."""
     text = reference(row)
@@ -95,7 +156,7 @@ def gsm8k(completion: str, row: Mapping[str, Any]) -> float:
     return float(answer is not None and number(answer) == expected)
 
 
-@builtin("single_choice")
+@builtin("single_choice", answer=chosen_letter)
 def single_choice(completion: str, row: Mapping[str, Any]) -> float:
     """1 if the chosen letter is the reference's: in the last `<answer>`, else boxed, else said, else alone."""
     text = reference(row)
@@ -104,21 +165,6 @@ def single_choice(completion: str, row: Mapping[str, Any]) -> float:
         raise ValueError(f"the reference answer {text[:100]!r} does not begin with the letter of a choice")
     chosen = chosen_letter(completion)
     return float(chosen is not None and chosen == match[1].upper())
-
-
-def chosen_letter(completion: str) -> str | None:
-    """The letter that a completion chooses, upper case; None if it chooses none."""
-    for place in (last_tagged(completion), last_boxed(completion)):
-        if place is not None:
-            text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{", "{", place)
-            match = _LETTER.match(text)
-            return match[1].upper() if match else None
-    answer = completion.rsplit("</think>", 1)[-1]
-    said = _SAYS.findall(answer)
-    if said:
-        return str(said[-1]).upper()
-    alone = re.fullmatch(r"[\s(\[*\"']*([A-Za-z])[\s)\].*\"':]*", answer)
-    return alone[1].upper() if alone else None
 
 
 @builtin("by_source", package="math_verify")
@@ -142,41 +188,7 @@ def source_scorers() -> dict[str, str]:
     return SOURCE_SCORERS
 
 
-# ---- answers -------------------------------------------------------------------------------------------------------
-
-
-def last_boxed(text: str) -> str | None:
-    """Content of the last complete `\\boxed{…}` (or `\\fbox{…}`), None without one."""
-    best, opened = (0, 0), []
-    for brace in _BRACE.finditer(text):
-        if brace[0] != "}":
-            opened.append(brace.end() if len(brace[0]) > 1 else 0)
-        elif opened:
-            best = max(best, (opened.pop(), brace.start()))
-    return text[slice(*best)] if best[0] else None
-
-
-def last_tagged(text: str) -> str | None:
-    """Content of the last `<answer>…</answer>`, None without one."""
-    answers = [inside for inside, end in _ANSWER_TAG.findall(text) if end]
-    return answers[-1] if answers else None
-
-
-def last_gsm8k(text: str) -> str | None:
-    """The number after the last `####`, None without one."""
-    answers = _GSM8K.findall(text)
-    return answers[-1] if answers else None
-
-
-def number(text: str) -> Decimal | None:
-    """A plain decimal number (thousands separated by commas allowed), else None."""
-    stripped = text.strip().rstrip(".").lstrip("$").strip()
-    if not stripped or not _NUMBER.fullmatch(stripped):
-        return None
-    try:
-        return Decimal(stripped.replace(",", ""))
-    except InvalidOperation:
-        return None
+# ---- comparison ---------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=8192)

@@ -75,6 +75,8 @@ class RewardResult:
     """Whether the error is a time-out or a connection error (see `process.is_outage`)."""
     parts: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """By function: at which characters of the answer parts of its reward were earned, in order."""
+    answer: str | None = None
+    """The answer that was extracted of the completion; None: no function has extracted any."""
     seconds: float = field(default=0.0, compare=False)
     """Spent on this sample by the process that scored it, without waiting for that process."""
 

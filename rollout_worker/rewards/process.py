@@ -23,9 +23,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from rollout_worker.rewards import registry
-from rollout_worker.rewards.functions import PACKAGES, source_scorers
+from rollout_worker.rewards.functions import PACKAGES, extracted, source_scorers
 from rollout_worker.rewards.protocol import MessageDecoder, encode
 from rollout_worker.rewards.registry import RewardConfigError, RewardFunction, described, resolve
+from schema.scores.answers import shown
 
 MAX_ERROR = 4000
 """Characters of an error: name, message, function (by which the controller recognises the failure), and the last
@@ -91,27 +92,33 @@ def score(
 ) -> dict[str, Any]:
     """The reply for one sample: rewards of the functions that worked, and the error of the first that did not.
 
+    answer: the one that the first function has extracted which extracts any; null: none has.
+
     Each function gets a row of its own, so that none sees what another wrote into it. at: called with the name of
     each function but the first, before that is called.
     """
     rewards: dict[str, float] = {}
     parts: dict[str, list[tuple[int, float]]] = {}
     began = time.perf_counter()
-    failure, outage = None, False
+    failure, outage, answer = None, False, None
     for number, (name, function) in enumerate(functions.items()):
         if number:
             at(name)
         try:
             value = function(completion, _copy(row) if len(functions) > 1 else row)
-            if isinstance(value, tuple):
-                value, located = _two(name, value)
+            value, located, given = _taken_apart(name, value)
+            if located is not None:
                 parts[name] = _parts(name, located, completion)
             rewards[name] = _as_number(name, value)
+            if answer is None:
+                answer = shown(extracted(name, completion, row) if given is None else given)
         except Exception as error:
             if failure is None:
                 failure, outage = _describe(name, error), is_outage(error)
     seconds = time.perf_counter() - began
-    return {"rewards": rewards, "parts": parts, "error": failure, "outage": outage, "seconds": seconds}
+    return {
+        "rewards": rewards, "parts": parts, "error": failure, "outage": outage, "answer": answer, "seconds": seconds,
+    }  # fmt: skip
 
 
 def _copy(value: Any) -> Any:
@@ -152,10 +159,23 @@ def _as_number(name: str, value: Any) -> float:
     return result
 
 
-def _two(name: str, value: tuple[Any, ...]) -> tuple[Any, Mapping[Any, Any]]:
+def _taken_apart(name: str, value: Any) -> tuple[Any, Mapping[Any, Any] | None, Any]:
+    """Return the number, the parts that were earned at places of the answer, and the extracted answer, if given.
+
+    A function may return `number`, `(number, {place: part, "answer": text})` or `{"score": number, "answer": text}`,
+    of which other entries are ignored; "pred", as verl's functions call it, counts as "answer".
+    """
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            raise RewardNotANumber(f'{name} returned {value!r:.200}, which has no "score"')
+        return value["score"], None, value.get("answer", value.get("pred"))
+    if not isinstance(value, tuple):
+        return value, None, None
     if len(value) != 2 or not isinstance(value[1], Mapping):
         raise RewardNotANumber(f"{name} returned {value!r:.200}, neither a number nor (number, {{place: number}})")
-    return value[0], value[1]
+    located = {place: part for place, part in value[1].items() if place not in ("answer", "pred")}
+    answer = value[1].get("answer", value[1].get("pred"))
+    return value[0], located if located or answer is None else None, answer
 
 
 def _parts(name: str, parts: Mapping[Any, Any], completion: str) -> list[tuple[int, float]]:

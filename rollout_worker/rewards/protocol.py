@@ -4,7 +4,8 @@
     process ──▶ {"ready": true} or {"fatal": "why"}
     pool    ──▶ {"sample": [completion, row, [name, …]]}
     process ──▶ {"at": name}        before each function but the first
-    process ──▶ {"rewards": {name: value}, "error": null or "why", "outage": bool, "seconds": s}
+    process ──▶ {"rewards": {name: value}, "error": null or "why", "outage": bool, "answer": null or the extracted
+                 one, "seconds": s}
 
 One sample at a time: whom a missed deadline or a crash is charged to is never in doubt.
 """

@@ -11,19 +11,22 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from schema.config.data_files import FileId, UnreadableDataError
 from schema.config.dataset_files import Role, choose
-from schema.config.paths import DATA_SUFFIXES, exists, home_hint
+from schema.config.paths import DATA_FORMATS, data_suffix, exists, home_hint
+from schema.config.text_files import csv_fault, csv_header, csv_rows, delimiter_of, open_text
 
 _BETWEEN = re.compile(r"[\s,]*")
 TABLES = (".parquet", ".arrow")
-"""Endings of files that pyarrow reads; the other data files are JSON."""
+"""Endings of files that pyarrow reads; the other data files are text."""
 FIRST_ROWS = 64
-"""Rows of JSON that are looked at: a key may be missing in some."""
+"""Rows of a text file that are looked at: a key may be missing in some."""
+PIECE_BYTES = 1024 * 1024
 FIRST_ROW_BYTES = 4 * 1024 * 1024  # a first row longer than this is left for the loader to judge
 
 
@@ -114,9 +117,11 @@ def _file_columns(path: Path) -> Columns | None:
         raise UnreadableDataError(f"{path} is a pipe or a device", "write the data to a file first")
     if path.suffix.lower() in TABLES:
         return _arrow_columns(path)
-    if path.suffix.lower() in DATA_SUFFIXES:
+    if delimiter_of(path):
+        return _csv_columns(path)
+    if data_suffix(path.name):
         return _json_columns(path)
-    raise UnreadableDataError(f"{path} is not a dataset", f"a data file ends in {', '.join(DATA_SUFFIXES)}")
+    raise UnreadableDataError(f"{path} is not a dataset", f"a data file ends in {DATA_FORMATS}")
 
 
 @contextmanager
@@ -133,7 +138,8 @@ def open_table(path: Path) -> Iterator[Any]:
 
     try:
         if is_parquet:
-            with pq.ParquetFile(path) as table:
+            # Read by pieces: whole chunks of columns, as by default, are the whole file where it has one row group.
+            with pq.ParquetFile(path, pre_buffer=False, buffer_size=PIECE_BYTES) as table:
                 yield table
         else:
             opened = pa.ipc.open_file if magic == b"ARROW1" else pa.ipc.open_stream
@@ -164,9 +170,22 @@ def _arrow_fields(kind: Any) -> Columns | None:
     return None if is_open or is_json else Columns()  # a text may hold JSON
 
 
+def _csv_columns(path: Path) -> Columns:
+    """The columns that the header names, with the fields of JSON texts in the first rows."""
+    with open_text(path) as file:
+        rows = csv_rows(file, delimiter_of(path))
+        if (header := csv_header(rows, str(path))) is None or (first := next(rows, None)) is None:
+            raise NoRowsError(f"{path} has no rows")
+        columns = flat(header)
+        for _, cells, fault in (first, *islice(rows, FIRST_ROWS - 1)):
+            if not fault and not csv_fault(cells, header):
+                columns = columns.merged(Columns(dict(zip(header, map(_json_fields, cells), strict=True))))
+    return columns
+
+
 def _json_columns(path: Path) -> Columns | None:
     """Keys of the first objects of a list, or of the first lines."""
-    with path.open("rb") as file:
+    with open_text(path) as file:
         head = file.read(FIRST_ROW_BYTES)
     text = head.decode("utf-8-sig", errors="replace").strip()
     if not text or (text[0] == "[" and text[1:].strip() == "]"):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from schema.config.paths import DATA_SUFFIXES
+from schema.config.paths import COMPRESSIONS, DATA_FORMATS, DATA_SUFFIXES, data_suffix
 
 FileId = tuple[int, int]
 """Device and inode: the same for every name of a file."""
@@ -33,16 +33,15 @@ _WORD = re.compile(
     r"|(?:held|hold)[-_ ]?out|test(?:ing|dev|mini)?|tst|eval(?:uation)?)(?:[-_ ]?(?:sets?|data|splits?)|s)?(?![a-z])"
 )
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".br")
+_COMPRESSED = (*COMPRESSIONS, ".lz4", ".zip", ".tar", ".tgz", ".7z", ".br")
 _OTHER_FORMATS = (
-    ".csv", ".tsv", ".txt", ".ndjson", ".jsonlines", ".jl", ".feather", ".orc", ".avro", ".xlsx", ".xls", ".pkl",
-    ".pickle", ".npy", ".npz", ".h5", ".hdf5", ".msgpack", ".tfrecord", ".mds", ".lance", ".pq", ".xml", ".db",
-    ".sqlite",
+    ".txt", ".jsonlines", ".jl", ".feather", ".orc", ".avro", ".xlsx", ".xls", ".pkl", ".pickle", ".npy", ".npz",
+    ".h5", ".hdf5", ".msgpack", ".tfrecord", ".mds", ".lance", ".pq", ".xml", ".db", ".sqlite",
 )  # fmt: skip
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 _STATE = "state.json"
 UNPACK, DEAD_LINK = "compressed: unpack it", "a link to nothing"
-OTHER_FORMAT = f"only {', '.join(DATA_SUFFIXES)} can be read"
+OTHER_FORMAT = f"only {DATA_FORMATS} can be read"
 
 
 class UnreadableDataError(ValueError):
@@ -126,7 +125,7 @@ def data_files(directory: Path, unread: dict[str, list[Path]]) -> Iterator[DataF
             if reason is None and not path.is_file():
                 reason = DEAD_LINK if path.is_symlink() and not path.exists() else "not a regular file"
             if reason is None:
-                words = words_of(Path(relative.removesuffix(path.suffix)).parts)
+                words = words_of(Path(without_suffix(relative)).parts)
                 saved = str(state.get("_split") or "") if state is not None and not words else ""
                 yield DataFile(path, relative, file_id(path), words or split_words(saved))
             elif reason:
@@ -149,7 +148,7 @@ def _no_data(relative: str, name: str, listed: Collection[str] | None) -> str | 
         return "hidden: a part of its path begins with . or _"
     if listed is not None:
         return "state.json of its folder does not list it"
-    if last in DATA_SUFFIXES:
+    if data_suffix(name):
         return "a cache of `datasets`" if last == ".arrow" and name.startswith("cache-") else None
     if last in _COMPRESSED:
         return UNPACK
@@ -186,23 +185,31 @@ def _fail(error: OSError) -> None:
 def distinct(files: Sequence[DataFile], unread: dict[str, list[Path]]) -> Iterator[DataFile]:
     """Each file once; under several names it belongs to the splits of all of them."""
     by_id: dict[FileId, list[DataFile]] = {}
-    stems = {str(file.path.with_suffix("")): file for file in sorted(files, key=_preference)}
+    stems = {without_suffix(str(file.path)): file for file in sorted(files, key=_preference, reverse=True)}
     for file in files:
         by_id.setdefault(file.id, []).append(file)
     for first, *others in by_id.values():
         words = dict.fromkeys(word for file in (first, *others) for word in file.words)
         for other in others:
             unread.setdefault(f"the same file as {first.name}", []).append(other.path)
-        preferred = stems[str(first.path.with_suffix(""))]
-        if preferred.path.suffix != first.path.suffix:
+        preferred = stems[without_suffix(str(first.path))]
+        if data_suffix(preferred.path.name) != data_suffix(first.path.name):
             unread.setdefault(f"taken for {preferred.name} in another format", []).append(first.path)
         else:
             yield DataFile(first.path, first.name, first.id, tuple(words))
 
 
-def _preference(file: DataFile) -> int:
-    """The suffix that is read comes last."""
-    return -DATA_SUFFIXES.index(file.path.suffix.lower())
+def _preference(file: DataFile) -> tuple[int, str]:
+    """Rank of the format; of one format, files that are not compressed come first."""
+    suffix = data_suffix(file.path.name)
+    kind = next((kind for kind in DATA_SUFFIXES if suffix == kind or suffix.startswith(f"{kind}.")), "")
+    return DATA_SUFFIXES.index(kind) if kind else len(DATA_SUFFIXES), suffix
+
+
+def without_suffix(name: str) -> str:
+    """The name of a file without the ending of its format; what has none loses its last ending."""
+    suffix = data_suffix(name) or Path(name).suffix
+    return name[: len(name) - len(suffix)]
 
 
 def listing(names: Sequence[str], most: int = 8) -> str:

@@ -34,10 +34,11 @@ from schema.config.data_files import (
     file_id,
     listing,
     split_words,
+    without_suffix,
     words_of,
 )
-from schema.config.paths import DATA_SUFFIXES, read_regular
-from schema.config.sections.dataset import DatasetConfig
+from schema.config.paths import DATA_FORMATS, read_regular
+from schema.config.sections.dataset import DatasetConfig, DatasetKeys
 
 Role = Literal["train", "validation"]
 _GLUED = re.compile(r"(.+)(train|validation|valid|val|dev|test|eval)")
@@ -65,20 +66,25 @@ def files_of(dataset: DatasetConfig, role: Role) -> frozenset[FileId]:
     dataset reports it.
     """
     try:
-        paths = [Path(file) for file in dataset.files or [dataset.name] if file]
-        if len(paths) == 1 and paths[0].is_dir() and role == "validation":
-            paths = choose(paths[0], dataset.splits, role).read
+        paths = [path for _, part in dataset.parts for path in _own_files(part, role)]
         return frozenset(file_id(path) for path in paths if path.is_file())
     except (OSError, ValueError):
         return frozenset()
 
 
+def _own_files(dataset: DatasetKeys, role: Role) -> list[Path]:
+    paths = [Path(file) for file in dataset.files or [dataset.name] if file]
+    if len(paths) == 1 and paths[0].is_dir() and role == "validation":
+        return choose(paths[0], dataset.splits, role).read
+    return paths
+
+
 def _with_glued(files: list[DataFile]) -> list[DataFile]:
     """The files, those with a glued word given to its split."""
-    stems = {(file.path.parent, file.path.stem.lower()) for file in files}
+    stems = {(file.path.parent, without_suffix(file.path.name).lower()) for file in files}
 
     def labelled(file: DataFile) -> DataFile:
-        match = None if file.words else _GLUED.fullmatch(file.path.stem.lower())
+        match = None if file.words else _GLUED.fullmatch(without_suffix(file.path.name).lower())
         if match is None:
             return file
         prefix, word = match[1], match[2]
@@ -108,7 +114,7 @@ def choose(directory: Path, splits: Sequence[str], role: Role, apart: Collection
     if not files:
         not_read = f"; not read: {_described(directory, unread)}" if unread else ""
         raise UnreadableDataError(
-            f"{directory} holds no data file ({', '.join(DATA_SUFFIXES)}){not_read}",
+            f"{directory} holds no data file ({DATA_FORMATS}){not_read}",
             "write the rows as one of these, or name its files in `files`",
         )
     if declared:

@@ -128,8 +128,9 @@ def _next_to_policy(config: Config, name: str, listed: Devices) -> RoleLayout | 
 
 
 def layouts(config: Config) -> list[RoleLayout]:
-    """The roles with processes of their own: policy, and rollout unless the job is supervised."""
-    return [policy_layout(config), *([rollout_layout(config)] if config.is_grpo else [])]
+    """The roles with devices of their own: policy where it trains, and rollout where the job generates."""
+    policy = [] if config.validation.only else [policy_layout(config)]
+    return [*policy, *([rollout_layout(config)] if config.generates else [])]
 
 
 def apart_layouts(config: Config) -> list[RoleLayout]:

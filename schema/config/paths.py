@@ -8,9 +8,22 @@ import re
 import stat
 from pathlib import Path
 
-DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow")
+_TABLES, _TEXTS = (".parquet", ".arrow"), (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+DATA_SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".arrow", ".csv", ".tsv")
+"""Endings of data files. Of files with the same name, the format that stands first is read."""
+COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
+"""Endings that may follow the ending of a text format."""
+DATA_FORMATS = f"{', '.join(DATA_SUFFIXES)} ({', '.join(_TEXTS)} also with {', '.join(COMPRESSIONS)} behind)"
+_TEXT, _COMPRESSED, _TABLE = ("|".join(map(re.escape, endings)) for endings in (_TEXTS, COMPRESSIONS, _TABLES))
+_DATA_SUFFIX = re.compile(rf".+?((?:{_TEXT})(?:{_COMPRESSED})?|{_TABLE})", re.IGNORECASE | re.DOTALL)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[\w.-]{1,96})?")
+
+
+def data_suffix(name: str) -> str:
+    """The ending of a data file in small letters, with that of its compression (`.jsonl.gz`); "": it has none."""
+    match = _DATA_SUFFIX.fullmatch(name.rpartition("/")[2])
+    return match[1].lower() if match else ""
 
 
 def local_path(name: str) -> Path | None:
@@ -20,7 +33,7 @@ def local_path(name: str) -> Path | None:
     on the hub, or when something of that name exists, relative to the current directory.
     """
     looks_like_path = name.startswith(("/", "./", "../", "~")) or name in (".", "..")
-    is_data = name.lower().endswith(DATA_SUFFIXES)
+    is_data = bool(data_suffix(name))
     if looks_like_path or is_data or not _HUB_NAME.fullmatch(name) or exists(Path(name)):
         return Path(name)
     return None

@@ -18,6 +18,8 @@ from schema.config.loading.tomlwrite import dumps
 from schema.config.sections.autoscale import AutoscaleConfig
 from schema.config.sections.controller import ControllerConfig
 from schema.config.sections.critic import CriticConfig
+from schema.config.sections.curriculum import CurriculumConfig
+from schema.config.sections.dataset import CacheSettings
 from schema.config.sections.evaluation import EvaluationConfig
 from schema.config.sections.kubernetes import KubernetesConfig
 from schema.config.sections.launcher import LauncherConfig
@@ -35,6 +37,7 @@ from schema.config.sections.train import TrainingConfig
 from schema.config.sections.train_policy import GrpoConfig, SFTDataConfig
 from schema.config.sections.validation import ValidationConfig
 from schema.config.sections.weight_sync import WeightSyncConfig
+from schema.storage.address import SCHEMES, is_remote
 
 DEFAULT_SEED = 42
 
@@ -70,15 +73,35 @@ class Config(Section):
     custom: FreeTable = cosmos_key({}, "Your own keys, handed to every user hook as they are.",
         acts="request or reply: What reward functions get as `custom`.", example={"mine": 1})
 
+    def model_post_init(self, context: Any) -> None:
+        """Datasets of all sections keep copies of remote files in one cache."""
+        policy = self.train.train_policy
+        cache = CacheSettings(policy.dataset_cache_dir, policy.dataset_cache_size)
+        for dataset in (policy.dataset, self.validation.dataset, self.evaluation.dataset):
+            dataset.keep_in(cache)
+
     @property
     def is_evaluation(self) -> bool:
         """Whether the job scores answers of a file (`[evaluation]` names one) and trains nothing."""
         return self.evaluation.dataset.is_named
 
     @property
+    def data_schemes(self) -> frozenset[str]:
+        """The schemes of the addresses that data is read from (`schema.storage.address.SCHEMES`)."""
+        datasets = (self.train.train_policy.dataset, self.validation.dataset, self.evaluation.dataset)
+        parts = [part for dataset in datasets for _, part in dataset.parts]
+        names = [name for part in parts for name in (part.name, *part.files) if is_remote(name)]
+        return frozenset(SCHEMES[name.partition("://")[0].lower()] for name in names)
+
+    @property
     def is_grpo(self) -> bool:
-        """Whether the job learns by reinforcement (it has rollout replicas)."""
+        """Whether the job learns by reinforcement (its steps train on generated answers)."""
         return isinstance(self.train.train_policy, GrpoConfig)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the job has rollout replicas: to learn from their answers, or to validate with them."""
+        return self.is_grpo or (self.validation.enable and self.validation.generate)
 
     @property
     def grpo(self) -> GrpoConfig:
@@ -91,22 +114,24 @@ class Config(Section):
     @property
     def shares_time(self) -> bool:
         """Whether trainer and rollout replicas have the same devices in turns."""
-        return self.is_grpo and self.placement.share == "time"
+        return self.is_grpo and self.placement.share == "time" and not self.validation.only
 
     @property
     def replays_routing(self) -> bool:
         """Whether the trainer sends tokens to the experts that the engine chose."""
-        return self.is_grpo and not self.is_evaluation and self.grpo.routing_replay != "none"
+        trains = self.is_grpo and not self.is_evaluation and not self.validation.only
+        return trains and self.grpo.routing_replay != "none"
 
     @property
     def has_reference(self) -> bool:
         """Whether a KL term needs the reference model."""
-        return self.is_grpo and (self.grpo.kl_beta > 0.0 or self.grpo.kl_in_reward.beta > 0.0)
+        needed = self.is_grpo and (self.grpo.kl_beta > 0.0 or self.grpo.kl_in_reward.beta > 0.0)
+        return needed and not self.validation.only
 
     @property
     def has_critic(self) -> bool:
         """Whether a value model is trained next to the policy."""
-        return self.is_grpo and self.critic.enable
+        return self.is_grpo and self.critic.enable and not self.validation.only
 
     @property
     def local_teachers(self) -> list[TeacherConfig]:
@@ -120,6 +145,19 @@ class Config(Section):
         if not isinstance(policy, SFTDataConfig):
             raise TypeError('train.train_policy.type is "grpo": this job has no SFT section')
         return policy
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of each part or domain of the training data, as they are written; empty: none has one."""
+        policy = self.train.train_policy
+        if self.validation.only:
+            return {}
+        return policy.dataset.shares or (dict(policy.domain_shares) if isinstance(policy, GrpoConfig) else {})
+
+    @property
+    def curriculum(self) -> CurriculumConfig:
+        """Which prompts come when; of a job that trains nothing: all as usual."""
+        return CurriculumConfig() if self.validation.only else self.train.train_policy.curriculum
 
     @property
     def staleness_bound(self) -> int:
@@ -149,7 +187,7 @@ class Config(Section):
         Two different written values are refused by the rules, so the one that differs from the default of 1.0
         is the written one. It is decided by values so that a configuration read back from JSON agrees.
         """
-        trained = self.grpo.temperature
+        trained = self.grpo.temperature if self.is_grpo else 1.0
         return trained if trained != 1.0 else self.rollout.sampling_config.temperature
 
     @property
@@ -185,18 +223,31 @@ class Config(Section):
         return min(self.engine_max_len, self.policy.model_max_length)
 
     @property
-    def validation_reward_weights(self) -> dict[str, float]:
-        """Reward function -> weight of validation: its own, else the training rewards."""
-        return self.validation.reward_weights or self.grpo.reward_weights
+    def training_reward_weights(self) -> dict[str, float]:
+        """Reward function -> weight of training; empty: a supervised job has none."""
+        return self.grpo.reward_weights if self.is_grpo else {}
+
+    @property
+    def validation_rewards(self) -> dict[str, dict[str, float]]:
+        """Reward function -> weight of each validation set, by its label: its own, else the training rewards."""
+        training = self.training_reward_weights
+        return {name: keys.reward_weights or training for name, keys in self.validation.sets.items()}
+
+    @property
+    def validation_reward_names(self) -> frozenset[str]:
+        """The reward functions of all validation sets."""
+        return frozenset().union(*self.validation_rewards.values())
 
     @property
     def reward_names(self) -> dict[str, str]:
         """Reward function -> what it is called everywhere, in training and validation alike."""
         if self.is_evaluation:
             return short_names(sorted(self.evaluation.reward_weights))
-        if not self.is_grpo:
+        if not self.generates:
             return {}
-        return short_names(sorted({*self.grpo.reward_weights, *self.validation_reward_weights}))
+        return short_names(
+            sorted({*self.training_reward_weights, *self.validation.reward_weights, *self.validation_reward_names})
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as JSON-compatible values, defaults included.

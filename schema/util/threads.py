@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -15,6 +16,8 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+PARENT_POLL = 0.5
+"""Seconds between two looks at whether the parent is there."""
 GIL_GRACE = 2.0
 """Seconds after which the process ends even if a thread keeps the interpreter's lock (then with exit code 1)."""
 
@@ -55,3 +58,15 @@ def exit_after(seconds: float, exit_code: int, limit: str) -> None:
     timer = threading.Timer(seconds, end)
     timer.name, timer.daemon = "exit-watchdog", True
     timer.start()
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """End this process soon after its parent has ended. parent: its id; None: the present one."""
+    parent = os.getppid() if parent is None else parent
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

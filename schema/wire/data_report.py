@@ -1,7 +1,7 @@
 """The report of the preparation on a run's data: `data/report.json`, to be read before anything is trained on it.
 
 The preparation writes it, also where an error ends it; `lines` says the same in words, at the start of a job, in its
-summary and in `cosmos-launch validate --data`.
+summary and in `cosmos-launch validate --data`. `has_all_rows` looks whether the prepared rows are there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ NAMED, LISTED = 5, 20
 """Most rows that are named for one reason, and most bad rows whose errors are kept."""
 LONGEST_SAMPLE = 8000
 """Characters of a rendered prompt."""
+UNFINISHED = "unfinished"
+"""In the metadata of a prepared file with nothing but early rows (`schema.wire.prompts`)."""
+_LARGEST_HEADER = 100_000_000
+"""Bytes of a safetensors header; the library refuses more, too."""
 
 
 class _Report(BaseModel):
@@ -35,6 +39,11 @@ class Rows(_Report):
         self.count += 1
         if len(self.first) < most:
             self.first.append(text)
+
+    def merge(self, other: Rows, most: int = NAMED) -> None:
+        """Count the rows of another, which come behind these."""
+        self.count += other.count
+        self.first += other.first[: max(0, most - len(self.first))]
 
 
 class Lengths(_Report):
@@ -78,13 +87,30 @@ class FileReport(_Report):
     lengths: Lengths | None = None
     samples: list[str] = []
 
+    def merge(self, chunk: FileReport) -> None:
+        """Count the rows of a chunk, which come behind these."""
+        self.read += chunk.read
+        for name in ("empty_references", "own_system", "encoded_apart", "incomplete", "without_stop"):
+            getattr(self, name).merge(getattr(chunk, name))
+        self.bad.merge(chunk.bad, LISTED)
+        for total, added in ((self.left_out, chunk.left_out), (self.cut, chunk.cut), (self.noted, chunk.noted)):
+            for reason, rows in added.items():
+                total.setdefault(reason, Rows()).merge(rows)
+        self.remarks += [text for text in chunk.remarks if text not in self.remarks]
+
 
 class DataReport(_Report):
-    """All files of a run by name. error: what ended the preparation; empty: nothing did."""
+    """All files of a run by name. error: what ended the preparation; empty: nothing did.
+
+    cached: the record of an earlier preparation that the rows are copies of; empty: they were prepared for this run.
+    unfinished: whether these are the rows that a job has begun with, and the others are not prepared.
+    """
 
     format: Literal[1] = 1
     files: dict[str, FileReport] = {}
     warnings: list[str] = []
+    cached: str = ""
+    unfinished: bool = False
     error: str = ""
 
     @property
@@ -133,12 +159,16 @@ def brief(report: DataReport) -> str:
         lengths = file.lengths
         longest = f", the longest {file.what} {lengths.longest:,} of {lengths.limit:,} tokens" if lengths else ""
         parts.append(f"{name}: {_counts(file)}{longest}")
-    return "; ".join(parts)
+    return "; ".join([*parts, *([_UNFINISHED] if report.unfinished else [])])
+
+
+_UNFINISHED = "the job began with these rows for training, and no others were prepared by its end"
 
 
 def lines(report: DataReport, *, samples: bool = False) -> list[str]:
     """The report in words: a line for each file, then which rows are special and why, then rendered prompts."""
-    texts = []
+    texts = [f"rows of an earlier preparation are used: {report.cached}"] if report.cached else []
+    texts += [_UNFINISHED] if report.unfinished else []
     for name, file in report.files.items():
         texts.append(f"{name}: {_headline(file)}")
         texts += [f"{name}: {text}" for text in _files(file)]
@@ -210,3 +240,16 @@ def _named(file: FileReport, rows: Rows) -> str:
     """The rows' names, without the source, which the headline has."""
     names = [text.removeprefix(f"{file.source}, ") for text in rows.first]
     return ", ".join(names) + (", …" if rows.count > len(names) else "")
+
+
+def has_all_rows(path: Path) -> bool:
+    """Whether a prepared file is there with all of its rows. Of a damaged one, who reads it says what is wrong."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(size, _LARGEST_HEADER)))
+        return UNFINISHED not in header["__metadata__"]
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError):
+        return True

@@ -142,8 +142,9 @@ class Course:
             self.steps.append(StepRecord.model_validate(data))
         elif event.kind is EventKind.VALIDATION:
             record = ValidationRecord.model_validate(event.data)
-            self.validations = [validation for validation in self.validations if validation.version < record.version]
-            self.validations.append(record)
+            before = [known for known in self.validations if known.version < record.version]
+            later = [known for known in self.validations if known.version > record.version and record.is_completed]
+            self.validations = [*before, record, *later]
         elif event.kind is EventKind.REWIND:
             undone = self._undo(event.data["step"])
         return undone

@@ -26,7 +26,7 @@ from schema.wire.frame import FrameError, encode_frame, read_metadata
 from schema.wire.invalid import describe
 
 STUB_KEY = "file"
-NAME = re.compile(r"(e\d{1,18}-p\d{1,18})\.([A-Za-z0-9_-]{1,64})\.(\d{1,9})", re.ASCII)
+NAME = re.compile(r"(e\d{1,18}-p\d{1,18}(?:-s\d{1,9})?)\.([A-Za-z0-9_-]{1,64})\.(\d{1,9})", re.ASCII)
 """Group, lease and index of the sample: no separator of paths can be in it."""
 
 

@@ -42,6 +42,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from schema.scores.answers import LONGEST_ANSWER
 from schema.util.text import PLAIN, Prose
 from schema.wire.frame import FrameError, decode_frame, encode_frame, read_metadata
 from schema.wire.invalid import describe
@@ -122,6 +123,9 @@ class SampleHeader(BaseModel):
     )
     turns: Count = Field(default=1, ge=1, description="Answers of the policy in it.")
     seconds: float | None = Field(default=None, ge=0, description="That scoring took.")
+    answer: Annotated[str, Field(max_length=LONGEST_ANSWER, pattern=PLAIN)] | None = Field(
+        default=None, description="Of a validation sample: the answer that its scorer has extracted."
+    )
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ def is_chosen(group_id: str, groups_per_step: int, kept_per_step: int) -> bool:
 
     Rollout replicas, trainers and the controller come to the same answer, each by itself.
     """
-    position = group_id.rpartition("p")[2]
+    position = group_id.rpartition("p")[2].partition("-")[0]
     if not position.isdecimal():
         return False
     at = int(position) * kept_per_step
@@ -140,11 +140,11 @@ def _append(path: Path, lines: bytes) -> int:
 def _read(path: Path, rewinds: Sequence[Rewind]) -> list[SampleRecord]:
     """The samples of one file that were not undone, each once, by group and index. Raises OSError."""
     records = {(record.group, record.attempt, record.index): record for record in _lines(path, SampleRecord)}
-    ordered = sorted(records.items(), key=lambda item: (_parts(item[0][0]), item[0]))
+    ordered = sorted(records.items(), key=lambda item: (place_of(item[0][0]), item[0]))
     return [record for _, record in ordered if not any(rewind.undid(record) for rewind in rewinds)]
 
 
-def _parts(group_id: str) -> list[tuple[int, str]]:
+def place_of(group_id: str) -> list[tuple[int, str]]:
     """The key by which groups are sorted: p10 comes after p9."""
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", group_id)]
 

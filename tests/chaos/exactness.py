@@ -121,6 +121,44 @@ shutdown_timeout = 20.0
 """
 
 
+ROWS = """
+class Rows:
+    def __init__(self, seed):
+        self.seed = seed
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, i):
+        return {"prompt": f"What is {i} + {self.seed}?", "answer": str(i + self.seed)}
+"""
+MIXTURE = """
+[[train.train_policy.dataset.part]]
+source = "file"
+name = "rows.jsonl"
+share = 0.5
+
+[[train.train_policy.dataset.part]]
+source = "class"
+custom_class = "rows.py:Rows"
+share = 0.25
+
+[[train.train_policy.dataset.part]]
+source = "other"
+name = "{other}"
+share = 0.25
+
+[[train.train_policy.curriculum.stage]]
+from_step = 4
+shares = {{ file = 0.25, class = 0.75 }}
+
+[train.train_policy.curriculum]
+order_by_results = "uncertain_first"
+leave_out_failed = 1
+"""
+"""Three sources, of which the first is gone through several times, in an order that follows results."""
+
+
 @dataclass(frozen=True)
 class Kill:
     """Who dies when that many steps are committed, so many seconds later."""
@@ -187,6 +225,25 @@ def exact_ppo(folder: Path, model: Path, *, steps: int, dies: bool = False, **re
         (folder / "die").touch()
     chosen = 'type = "grpo"\nadvantage_estimator = "gae"\ngae_lambda = 0.9\nvariant = "loss.py:loss"'
     config.write_text(config.read_text().replace('type = "grpo"', chosen, 1) + CRITIC)
+    return config
+
+
+def exact_mixture(folder: Path, model: Path, *, steps: int, other: str = "other.csv", **rest: Any) -> Path:
+    """PPO on three sources with shares and a curriculum. other: path or address of the third, which `CSV` fills."""
+    return mixed(folder, exact_ppo(folder, model, steps=steps, **rest), other)
+
+
+CSV = "prompt,answer\n" + "".join(f'"What is {i}, and 1 more?",{i + 1}\n' for i in range(12))
+
+
+def mixed(folder: Path, config: Path, other: str) -> Path:
+    """Make the data of a job a mixture. other: path or address of its third source."""
+    rows = ({"prompt": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(6))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.py").write_text(ROWS)
+    (folder / "other.csv").write_text(CSV)
+    before, _, after = config.read_text().partition("[train.train_policy.dataset]")
+    config.write_text(before + MIXTURE.format(other=other) + after[after.index("[validation]") :])
     return config
 
 
@@ -280,7 +337,7 @@ def check_same(calm: Outcome, disturbed: Outcome) -> None:
     assert disturbed.digest == calm.digest, f"the final weights differ {where}"
 
 
-MAKERS = {"grpo": exact_grpo, "ppo": exact_ppo, "sft": exact_sft}
+MAKERS = {"grpo": exact_grpo, "ppo": exact_ppo, "mixture": exact_mixture, "sft": exact_sft}
 
 
 def main() -> int:

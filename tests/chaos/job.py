@@ -296,7 +296,7 @@ class StruckJob:
         if self.plan.policies > 1:  # one that comes back says so, and the others go on
             lives = [parse(lines) for lines in each]
             events = together(each)
-        evidence = Evidence(code, summary, events, left, self.errors + self._unfinished(), lives)
+        evidence = Evidence(code, summary, events, left, self.errors + self._unfinished(), lives, self._answers())
         violations = judge(evidence, self.setting.shape)
         ledger = (summary or {}).get("ledger") or {}
         return Verdict(
@@ -315,6 +315,15 @@ class StruckJob:
         except (OSError, ValueError):
             return None
         return found
+
+    def _answers(self) -> dict[int, list[str]]:
+        """Which answers are in the file of each step."""
+        return {
+            int(path.stem.rpartition("-")[2]): [
+                f"{line['group']}/{line['index']}" for line in map(json.loads, path.read_text().splitlines())
+            ]
+            for path in self.run_dir.parent.glob("answers/*/train/*.jsonl")
+        }
 
     def _unfinished(self) -> list[str]:
         """What a finished run must hold, and does not."""

@@ -7,6 +7,7 @@ that the final weights contain. Both must tell the same story:
     every position of every epoch   exactly once in the history, or dropped with a reason
     every step                      once, in order, a full batch but for the last
     every sample                    no older than the bound when it was trained
+    every answer of a step          in the step's file, once, and no other
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class Evidence:
     errors: list[str] = field(default_factory=list)
     """What went wrong while the job ran."""
     lives: Sequence[Sequence[Event]] = ()
+    answers: Mapping[int, Sequence[str]] | None = None
+    """Group and index of each line in each step's file of answers; None: they were not kept."""
 
 
 def parse(log: Iterable[str]) -> list[Event]:
@@ -118,6 +121,8 @@ def judge(evidence: Evidence, shape: Shape) -> list[str]:
         return [*found, "there is no summary.json", *evidence.left_behind]
     final = history(evidence.events)
     found += _judge_history(final, shape, Counter(_dropped(evidence.summary)).total())
+    if evidence.answers is not None:
+        found += _judge_answers(final, evidence.answers, shape)
     for life in evidence.lives or [evidence.events]:
         found += _judge_lives(life)
     found += _judge_summary(evidence.summary, final, shape)
@@ -151,6 +156,19 @@ def _judge_history(final: Sequence[Batch], shape: Shape, dropped: int) -> list[s
             found.append(f"step {batch.step} trained a sample of version {batch.newest}, from the future")
         if len(batch.groups) < shape.groups_per_step and batch is not final[-1] and not dropped:
             found.append(f"step {batch.step} trained only {len(batch.groups)} groups")
+    return found
+
+
+def _judge_answers(final: Sequence[Batch], answers: Mapping[int, Sequence[str]], shape: Shape) -> list[str]:
+    found = []
+    for batch in final:
+        groups, indices = batch.groups, range(shape.samples_per_group)
+        wanted = Counter(f"e{epoch}-p{position}/{i}" for epoch, position in groups for i in indices)
+        if (kept := Counter(answers.get(batch.step, ()))) != wanted:
+            wrong = sorted((wanted - kept) + (kept - wanted))
+            found.append(f"answers of step {batch.step} that are missing, twice or of others: {wrong[:8]}")
+    if beyond := sorted(answers.keys() - {batch.step for batch in final}):
+        found.append(f"there are answers of steps that were not trained: {beyond}")
     return found
 
 

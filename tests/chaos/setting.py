@@ -95,6 +95,8 @@ max_keep = 3
 
 [logging]
 logger = ["console", "tensorboard"]
+samples_dir = "{out}/answers"
+log_validation_samples = 2
 
 [validation]
 enable = true

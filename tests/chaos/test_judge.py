@@ -108,6 +108,24 @@ def test_the_ledger_must_agree(changes: dict[str, Any], says: str) -> None:
     assert says in violations(WHOLE, **changes)
 
 
+KEPT = {step: [f"e0-p{2 * step + i}/{index}" for i in range(2) for index in range(2)] for step in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, ""),
+        ({1: KEPT[1][1:]}, "answers of step 1 that are missing, twice or of others: ['e0-p2/0']"),
+        ({1: [*KEPT[1], KEPT[1][0]]}, "['e0-p2/0']"),
+        ({2: []}, "answers of step 2"),
+        ({3: KEPT[0]}, "answers of steps that were not trained: [3]"),
+    ],
+)
+def test_every_answer_of_a_step_is_kept_once(change: dict[int, list[str]], says: str) -> None:
+    found = "\n".join(judge(Evidence(0, summary(), WHOLE, answers=KEPT | change), SHAPE))
+    assert says in found if says else not found
+
+
 def test_what_went_wrong_meanwhile_and_what_is_left_are_told() -> None:
     evidence = Evidence(0, summary(), WHOLE, left_behind=["port 1 is listened on"], errors=["stuck"])
     assert judge(evidence, SHAPE) == ["stuck", "port 1 is listened on"]

@@ -10,7 +10,7 @@ from make_model import END, WHOLE_TOKENS, make_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from controller.data.synthetic import AdditionOptions, AdditionSource
+from controller.data.reading.synthetic import AdditionOptions, AdditionSource
 from controller.data.tokenizer import PromptTokenizer
 
 

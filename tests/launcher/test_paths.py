@@ -89,3 +89,13 @@ def test_files_and_the_tokenizer_become_absolute(tmp_path: Path, monkeypatch: py
     assert data["policy"]["tokenizer_name_or_path"] == f"{tmp_path}/words"
     hub = resolved(config(policy={"tokenizer_name_or_path": "Qwen/Qwen3-0.6B"}))
     assert hub["policy"]["tokenizer_name_or_path"] == "Qwen/Qwen3-0.6B"
+
+
+def test_parts_of_a_dataset_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    parts = [{"files": ["a.jsonl", "s3://b/c.csv"], "share": 0.5}, {"custom_class": "mine.py:Rows", "share": 0.5}]
+    job = config(train={"train_policy": {"dataset": {"name": "", "part": parts}}})
+    first, second = resolved(job)["train"]["train_policy"]["dataset"]["part"]
+    assert first["files"] == [f"{tmp_path}/a.jsonl", "s3://b/c.csv"]
+    assert second["custom_class"] == f"{tmp_path}/mine.py:Rows"
+    assert (job.data_schemes, job.shares) == ({"s3"}, {"a.jsonl": 0.5, "mine.py:Rows": 0.5})

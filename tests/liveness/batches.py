@@ -101,7 +101,7 @@ def supervised_rows(config: Config, place: Place) -> tuple[list[int], float]:
     """The order of the rows of all epochs, and how many of them the first step trains on."""
     algorithm = Sft(config, trainer_of(config, place), _write_rows(place.directory() / "train.safetensors", 24))
     metrics = train_step(algorithm, 0)
-    return algorithm._order.rows(0, 1000), metrics["samples"]
+    return algorithm._rows._order.rows(0, 1000), metrics["samples"]
 
 
 def validated_versions(config: Config, place: Place) -> list[int]:

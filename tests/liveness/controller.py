@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from controller.api.limits import SMALL_BODY
@@ -18,17 +19,20 @@ from controller.client import calls as api
 from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
 from controller.server import ServerSettings, StartError, open_job
-from controller.state.job_facts import ledger_params, scale_limits
+from controller.state.job_facts import ledger_params, scale_limits, validation_params
+from controller.state.prompts import RowCounts
+from controller.state.validation.rounds import Validation
 from launcher.plan.credentials import environment
 from launcher.plan.rundir import RunTokens
 from launcher.plan.tls import check_encryption
 from launcher.restarts import Role
 from rollout_worker.groups.pushing import _Entry, shared_payloads
 from schema.config import Config
+from schema.scores.summary import estimates_of
 from schema.wire import messages as m
 from schema.wire import sample_file
 from tests.controller.drivers import Rollout, Trainer, make_frame, make_header, train_step
-from tests.liveness.probe import Made, Place, With, changed, grpo, sft, under, watch
+from tests.liveness.probe import UNSET, Made, Place, With, changed, grpo, sft, under, watch
 from tests.support.controller import TOKENS, make_run_dir
 from tests.support.served import ServedController, served_controller
 from tests.support.valkey import running_valkey
@@ -43,25 +47,25 @@ BUSY = {"train.train_batch_per_replica": 8, "rollout.n_generation": 4}  # two gr
 
 def groups_granted_ahead(config: Config, place: Place) -> int:
     """How many groups are leased before anything is trained."""
-    ledger = Ledger(GroupTable(ledger_params(config, 100)))
+    ledger = Ledger(GroupTable(ledger_params(config, RowCounts(100))))
     return len(ledger.lease("replica", "request", 0, 0, 100, 0.0).groups)
 
 
 def steps_of_the_job(config: Config, place: Place) -> int:
     """How many steps a job of 24 prompts has."""
-    return GroupTable(ledger_params(config, 24)).total_steps
+    return GroupTable(ledger_params(config, RowCounts(24))).total_steps
 
 
 def leases_that_expire(config: Config, place: Place) -> int:
     """How many of two leases have expired after 60 seconds without a heartbeat."""
-    ledger = Ledger(GroupTable(ledger_params(config, 24)))
+    ledger = Ledger(GroupTable(ledger_params(config, RowCounts(24))))
     ledger.lease("replica", "request", 0, 0, 2, 0.0)
     return ledger.expire(60.0)
 
 
 def attempts_at_a_group(config: Config, place: Place) -> int:
     """How often a group is leased whose replica dies each time."""
-    ledger = Ledger(GroupTable(ledger_params(config, 24)))
+    ledger = Ledger(GroupTable(ledger_params(config, RowCounts(24))))
     first, attempts = None, 0
     while attempts < 20:
         (group,) = ledger.lease("replica", f"request-{attempts}", 0, 0, 1, 0.0).groups
@@ -158,7 +162,7 @@ def registration(config: Config, place: Place) -> dict[str, Any]:
         reply = stage.rollout.reply
         shown = {"heartbeat_interval", "heartbeat_timeout", "job_seed", "mode"}
         store = reply.weight_store.removeprefix(reply.run_dir)
-        return {**reply.model_dump(include=shown), "store": store}
+        return {**reply.model_dump(include=shown), "store": store, "rows": sorted(reply.rows_files)}
 
 
 def supervised_registration(config: Config, place: Place) -> tuple[str, int]:
@@ -203,6 +207,7 @@ watch(
         "controller.heartbeat_interval": (2.0, 1.0),
         "controller.heartbeat_timeout": (15.0, 20.0),
         "train.seed": (1, 2),
+        "train.local_dataset": (True, False),
         "weight_sync.store": ("", Made(lambda place: str(place.root / "weights"))),
     },
 )
@@ -265,6 +270,15 @@ def files_of_samples(config: Config, place: Place) -> list[str]:
         return [path.name for path in sorted(folder.glob("*"))]
 
 
+def files_of_answers(config: Config, place: Place) -> int:
+    """Files of answers after a step."""
+    with staged(config, place) as stage:
+        _make_batch(stage, 0)
+        stage.trainer.commit(0)
+        directory = config.logging.samples_dir
+        return len(list(Path(directory).glob("*/train/*"))) if directory else 0
+
+
 def phase_after_an_outage_of_rewards(config: Config, place: Place) -> m.Phase:
     """The phase of a job whose rewards have not been reached for a minute."""
     with staged(config, place) as stage:
@@ -321,6 +335,7 @@ watch(after_a_failed_reward, grpo, {"reward.on_error": ("mask", "drop")})
 unhurried = changed(grpo, BUSY | under("controller", heartbeat_timeout=300.0, lease_timeout=300.0))
 watch(phase_after_an_outage_of_rewards, unhurried, {"reward.outage_timeout": (1800.0, 30.0)})
 watch(files_of_samples, grpo, {"logging.sample_bytes": (1_000_000, 10)})
+watch(files_of_answers, grpo, {"logging.samples_dir": ("", Made(lambda place: str(place.directory())))})
 watch(after_equal_rewards, grpo, {f"{POLICY}.filter_reward_metric": ([], ["boxed_math"])})
 filtering = changed(grpo, BUSY | under(POLICY, filter_reward_metric=["boxed_math"]))
 watch(phase_after_equal_rewards, filtering, under(POLICY, max_retry_for_on_policy=(2, 1)))
@@ -372,10 +387,33 @@ def validation_leases(config: Config, place: Place) -> list[tuple[int, list[int]
         return [(len(groups), [len(group.seeds) for group in groups]) for groups in scored]
 
 
+def passed(config: Config, place: Place) -> list[float]:
+    """pass@1 of a validation in which all samples have a score of 0.5."""
+    with staged(config, place) as stage:
+        stage.rollout.finish(stage.rollout.lease(64).groups, score=0.5)
+        return [record.scores.passed[1].value for record in stage.user.send(api.validations()) if record.scores]
+
+
+def round_of_a_set(config: Config, place: Place) -> dict[str, float]:
+    """Estimates of one of several sets, whose samples all have a score of 0.5."""
+    validation = Validation(validation_params(config, 1, ["a"]))
+    validation.published(0, final=False)
+    (group,) = validation.lease("a", "request", 0, 1, 1, 0.0)
+    for index in range(validation.params.samples_of(0)):
+        validation.push(
+            validation.group_name(group), group.lease_id or "", index, make_header(index, 0, score=0.5), 1.0
+        )
+    return {name: estimate.value for name, estimate in estimates_of(validation.records[0].sources["a"]).items()}
+
+
 watch(publications_that_may_go, grpo, {"weight_sync.keep": (1, 3)})
 validating = changed(grpo, {"validation.enable": True, "validation.dataset.name": "synthetic:addition"})
 watch(validated_versions, validating, under("validation", freq=(20, 1), before=(True, False), enable=(True, False)))
+watch(passed, validating, under("validation", pass_score=(1.0, 0.5)))
 two = changed(validating, {"validation.batch_size": 1, "rollout.parallelism.n_init_replicas": 2})
+sets = {"validation.enable": True, "validation.dataset": {"part": [{"name": "synthetic:addition", "source": "a"}]}}
+of_a_set = changed(grpo, sets)
+watch(round_of_a_set, of_a_set, under("validation.dataset.part", pass_score=(UNSET, 0.5), n_generation=(UNSET, 2)))
 watch(validation_leases, two, under("validation", batch_size=(1, 2), n_generation=(1, 2), max_replicas=(1, 2)))
 
 # ---- the process ----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ from transformers import dynamic_module_utils
 
 from controller.data.errors import DataError
 from controller.data.evaluation import prepare as read_answers
-from controller.data.prepare import prepare
+from controller.data.prepare import parts_of, prepare, tokenizer_of
+from controller.data.reading.cache import FileCache
+from controller.data.reading.rows_cache import key_of
 from rollout_worker.evaluate import evaluate
 from schema.config import Config
 from schema.wire.prompts import PromptFile
@@ -121,6 +124,55 @@ watch(prepared, pairs, under(POLICY, response_column_name=("answer", "solution")
 whole_pairs = changed(pairs, under(POLICY, response_column_name="answer"))
 watch(prepared, whole_pairs, under(POLICY, query_column_name=("", "origin")))
 
+# ---- the cache of remote files --------------------------------------------------------------------------------
+
+
+def told_of_an_address(config: Config, place: Place) -> dict[str, Any]:
+    """What a preparation without a connection says of data at an address: where it has looked for copies."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        return prepared(config, place)
+
+
+def copies_that_stay(config: Config, place: Place) -> set[str]:
+    """Which of two copies of 600 MiB each are left in the cache of the job's data when room is made."""
+    settings = config.train.train_policy.dataset.cache
+    cache = FileCache(place.directory() / "cache", settings.n_bytes)
+    for name, used in (("old", 1), ("new", 2)):
+        copy = cache.root / "copies" / name
+        copy.touch()
+        os.truncate(copy, 600 * 2**20)
+        record = copy.with_suffix(".json")
+        record.touch()
+        os.utime(record, (used, used))
+    cache.make_room(0)
+    return {copy.name for copy in (cache.root / "copies").glob("*.json")}
+
+
+def key_of_rows(config: Config, place: Place) -> str:
+    """What the rows of a job would be kept under, or the error in place of them."""
+    try:
+        return key_of(config, parts_of(config, place.directory()), tokenizer_of(config), None, {})
+    except DataError as error:
+        return str(error)
+
+
+def kept_rows(config: Config, place: Place) -> bool:
+    """Whether the preparation of a job keeps its rows for others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(place.directory()))
+        prepared(config, place)
+        return bool(list(config.train.train_policy.dataset.cache.root.glob("rows/*.json")))
+
+
+at_address = changed(from_file, under(DATASET, name="s3://bucket/rows.jsonl"))
+watch(
+    told_of_an_address, at_address, under(POLICY, dataset_cache_dir=("", Made(lambda place: str(place.root / "c"))))
+)
+watch(copies_that_stay, at_address, under(POLICY, dataset_cache_size=(100.0, 1.0)))
+
+watch(kept_rows, from_file, under(POLICY, enable_dataset_cache=(False, True)))
+
 # ---- held-out data --------------------------------------------------------------------------------------------
 
 enabled = under("validation", enable=True)
@@ -140,6 +192,10 @@ conversations = changed(conversations_from_file, enabled | under(HELD_OUT, name=
 watch(prepared, conversations, under(HELD_OUT, name=(SECOND, FIRST)) | under("validation", enable=(True, False)))
 short = changed(conversations, under("policy", model_max_length=30))
 watch(prepared, short, under(HELD_OUT, overlong_prompts=("drop", "left")))
+
+
+turns = under("validation", generate=True, reward_function="boxed_math", max_response_length=16)
+watch(prepared, changed(conversations, turns), under("validation", reference_column_name=("", "solution")))
 
 
 def nothing(config: Config, place: Place) -> float | int | None:
@@ -206,7 +262,8 @@ def scores(config: Config, place: Place) -> dict[str, Any]:
     run_dir = place.directory()
     read_answers(config, run_dir)
     found = asyncio.run(evaluate(config, run_dir))
-    return {**found["sources"], "all": found["score"]}
+    passed = found["scores"]["passed"]["1"]["value"]
+    return {**found["sources"], "all": found["score"], "passed": passed}
 
 
 DATA = "evaluation.dataset"
@@ -232,6 +289,7 @@ synthetic_answers = changed(lambda place: {}, formatted | under(DATA, name="synt
 watch(answers_that_are_scored, synthetic_answers, under(DATA, options=({"n": 24}, {"n": 12})))
 referenced = changed(answers, under("evaluation", reference_column_name="answer"))
 watch(scores, referenced, under("evaluation", reward_function=("by_source", {"by_source": 0.5, "format": 0.25})))
+watch(scores, referenced, under("evaluation", pass_score=(1.0, 0.0)))
 
 
 def asked_of_the_hub_for_answers(config: Config, place: Place) -> list[tuple[Any, ...]]:

@@ -21,6 +21,7 @@ from rollout_worker.engines.vllm import adapter
 from rollout_worker.engines.vllm.adapter import Boot
 from rollout_worker.engines.vllm.arguments import engine_arguments, sampling_arguments
 from rollout_worker.groups.leasing import Leasing, training_settings, validation_settings
+from rollout_worker.groups.local_rows import LocalRows
 from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher
 from rollout_worker.groups.tokens import TextKeeper
@@ -185,6 +186,11 @@ def validation_sampling(config: Config, place: Place) -> dict[str, Any]:
     return _sampling(validation_settings(config), config)
 
 
+def sampling_of_a_set(config: Config, place: Place) -> dict[str, Any]:
+    """What vLLM is asked for in one of several validation sets."""
+    return _sampling(validation_settings(config, label="a"), config)
+
+
 SAMPLING = "rollout.sampling_config"
 STOPS = {"rollout.include_stop_str_in_output": (False, True), f"{SAMPLING}.stop": ([], ["\n"])}
 lengths = {"train.train_policy.temperature": (0.9, 0.7), "rollout.max_response_length": (16, 24)}
@@ -212,6 +218,10 @@ watch(training_sampling, filtering, under(SAMPLING, sampling_correction=("exact"
 watch(training_sampling, vllm, {f"{SAMPLING}.do_sample": (True, False)}, refused=True)
 VALIDATION = {"validation.enable": True, "validation.dataset.name": "synthetic:addition"}
 validating = changed(vllm, VALIDATION | under("validation", temperature=0.5))
+SETS = {"validation.enable": True, "validation.dataset": {"part": [{"name": "synthetic:addition", "source": "a"}]}}
+drawn = {"temperature": (UNSET, 0.7), "top_p": (UNSET, 0.8), "top_k": (UNSET, 30), "repetition_penalty": (UNSET, 1.2)}
+sets = changed(vllm, SETS | under("validation", temperature=0.5, top_k=-1))
+watch(sampling_of_a_set, sets, under("validation.dataset.part", **drawn, max_response_length=(UNSET, 7)))
 drawn = under("validation", temperature=(0.5, 0.9), top_p=(0.9, 0.5), top_k=(5, 10), repetition_penalty=(1.0, 1.2))
 watch(validation_sampling, validating, drawn | under("validation", max_response_length=(16, 24)) | STOPS)
 
@@ -221,12 +231,12 @@ watch(validation_sampling, validating, drawn | under("validation", max_response_
 def _leasing(config: Config, held: LeaseTable) -> Leasing:
     engine = create_engine(config, tokenizer(), frozenset({256}))
     weights = WeightFollower(config.weight_sync, None, engine, None, held, Metrics())  # type: ignore[arg-type]
-    return Leasing(config, None, engine, held, weights, None, None, Metrics())  # type: ignore[arg-type]
+    return Leasing(config, None, engine, held, weights, None, None, Metrics(), LocalRows({}))  # type: ignore[arg-type]
 
 
-def _lease(kind: str) -> LeasedGroup:
+def _lease(kind: str, part: str = "") -> LeasedGroup:
     fields: dict[str, Any] = {
-        "group_id": "g", "lease_id": "l", "kind": kind, "epoch": 0, "position": 0, "attempt": 1,
+        "group_id": "g", "lease_id": "l", "kind": kind, "part": part, "epoch": 0, "position": 0, "attempt": 1,
         "prompt_token_ids": [5, 6, 7], "row": {}, "seeds": [1, 2, 3, 4], "deadline": 3,
     }  # fmt: skip
     return LeasedGroup.model_validate(fields)
@@ -261,12 +271,12 @@ watch(
 )
 
 
-def _pushed(config: Config, kind: str) -> dict[str, Any]:
+def _pushed(config: Config, kind: str, part: str = "") -> dict[str, Any]:
     """What is sent of a sample of 12 tokens whose functions all answer 0.5."""
     held = LeaseTable()
     leasing, pusher = _leasing(config, held), Pusher(None, held, 1 << 20)  # type: ignore[arg-type]
     generating = GenerationPipeline(config, None, tokenizer(), held, leasing, None, pusher)  # type: ignore[arg-type]
-    group = held.add(_lease(kind))
+    group = held.add(_lease(kind, part))
     assert group is not None
     tokens = np.arange(40, 52, dtype=np.int32)
     sample = Generation(
@@ -275,7 +285,7 @@ def _pushed(config: Config, kind: str) -> dict[str, Any]:
         finish_reason="length", stop_reason=None,
     )  # fmt: skip
     scored: Future[RewardResult] = Future()
-    scored.set_result(RewardResult(dict.fromkeys(generating._names[kind], 0.5)))
+    scored.set_result(RewardResult(dict.fromkeys(generating._names[group.lease.purpose], 0.5)))
     generating._push(group, 0, sample, "text", scored, began=0.0)  # type: ignore[arg-type]
     found = decode_sample(pusher._queue[0].frame)
     return {**found.header.model_dump(exclude={"seconds"}), "text": found.text}
@@ -289,6 +299,11 @@ def pushed_sample(config: Config, place: Place) -> dict[str, Any]:
 def pushed_validation(config: Config, place: Place) -> dict[str, Any]:
     """A validation sample as it reaches the controller."""
     return _pushed(config, "validation")
+
+
+def pushed_of_a_set(config: Config, place: Place) -> dict[str, Any]:
+    """A sample of one of several validation sets as it reaches the controller."""
+    return _pushed(config, "validation", "a")
 
 
 OVERLONG = "train.train_policy.overlong_reward"
@@ -306,7 +321,9 @@ watch(
     changed(grpo, {f"{OVERLONG}.enable_overlong_penalty": True, f"{OVERLONG}.buffer_length": 8}),
     {f"{OVERLONG}.buffer_length": (8, 6), f"{OVERLONG}.penalty_factor": (1.0, 0.5)},
 )
-watch(pushed_validation, changed(grpo, VALIDATION), {"validation.reward_function": ({}, {"format": 0.3})})
+rewards = {"reward_function": ({}, {"format": 0.3})}
+watch(pushed_validation, changed(grpo, VALIDATION), under("validation", **rewards))
+watch(pushed_of_a_set, changed(grpo, SETS), under("validation.dataset.part", **rewards))
 
 # ---- rewards ----------------------------------------------------------------------------------------------------
 

@@ -20,9 +20,12 @@ from launcher.plan.placement import place as placed
 from launcher.plan.rundir import RunDir, RunTokens, choose
 from launcher.restarts import EndJob, Restart, Restarts, Role
 from launcher.targets.kubernetes import cluster_job, render
+from launcher.trackers.tables import AnswerTables
 from schema.config import Config
 from schema.config.rules.mesh import engines_have_such_a_mesh, stages_take_any_shape
-from tests.liveness.probe import UNSET, Made, Place, Whole, changed, grpo, sft, vllm, watch
+from schema.wire import sample_file
+from tests.liveness.probe import UNSET, Made, Place, Whole, With, changed, grpo, sft, under, vllm, watch
+from tests.schema.wire.test_sample_file import record as sample
 
 MACHINE = Machine(cores=8, gpus=("0", "1", "2", "3"))
 
@@ -41,6 +44,15 @@ def command_lines(config: Config, place: Place) -> list[tuple[str, ...]]:
     """What is run for each worker."""
     specs = [spec for replica in placed(config, MACHINE) for spec in replica.processes]
     return [(*nsight.command(place.root, s.name), *s.argv) if s.profiled else s.argv for s in specs]
+
+
+def answers_in_trackers(config: Config, place: Place) -> list[int]:
+    """How many answers trackers get of a step and of a validation of four samples each."""
+    run_dir, logging = place.directory(), config.logging
+    kept = [sample(1, index, kind=kind) for index in range(4) for kind in ("train", "validation")]
+    sample_file.Writer(sample_file.folder_of(run_dir), 1 << 20).append(kept)
+    tables = AnswerTables(run_dir, logging.log_training_samples, logging.log_validation_samples)
+    return [len(table.rows) for table in (tables.of_step(1), tables.of_validation(1)) if table]
 
 
 def run_directory(config: Config, place: Place) -> tuple[str, bool]:
@@ -124,10 +136,16 @@ watch(
 watch(
     processes, changed(vllm, {"train.ckpt.enable_checkpoint": True}), {"policy.parallelism.n_init_replicas": (1, 2)}
 )
+held_out = {"name": "synthetic:addition", "options": {"demonstrations": True}}
+scored = {"validation.reward_function": "boxed_math"}
+supervised = changed(sft, under("validation", enable=True, dataset=held_out))
+watch(processes, supervised, {"validation.generate": (False, With(True, scored))})
 watch(nodes_awaited, changed(vllm, {"train.output_dir": "/shared/runs"}), {"placement.nodes": (1, 3)})
 watch(processes, changed(vllm, {"train.train_policy.kl_beta": 0.1}), {"placement.reference": ([2], [3])})
 gae = {"train.train_policy.advantage_estimator": "gae", "critic.enable": True}
 watch(processes, changed(vllm, gae), {"placement.critic": ([2], [3])})
+validating = changed(vllm, {"validation.enable": True, "validation.dataset.name": "synthetic:addition"})
+watch(processes, validating, {"validation.only": (False, True)})
 watch(processes, changed(vllm, {"policy.parallelism.dp_shard_size": -1}), {"placement.gpus_per_node": (2, 4)})
 watch(
     processes,
@@ -161,6 +179,7 @@ watch(
     changed(grpo, {"logging.logger": ["wandb"]}),
     {"logging.logger": (["wandb"], ["tensorboard"]), "logging.tracker_python": ("", "/opt/other/python")},
 )
+watch(answers_in_trackers, grpo, {"logging.log_validation_samples": (2, 0), "logging.log_training_samples": (1, 2)})
 watch(run_directory, grpo, {"train.output_dir": ("first", "second"), "train.timestamp": ("first", "second")})
 watch(run_directory, changed(grpo, {"train.output_dir": Made(_older_run)}), {"train.resume": (False, True)})
 watch(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +16,7 @@ from rollout_worker.engines.base import EngineConfigError
 from rollout_worker.rewards.registry import RewardConfigError
 from rollout_worker.session import SupersededError
 from schema.wire.messages import Phase, ReplicaInfo
+from schema.wire.prompts import write_prompts
 from schema.wire.sample import Sample
 from tests.rollout_worker.stage import MAX_LEN, Publisher, Stage, plain_logprobs
 from tests.rollout_worker.tiny import Models, tokenizer
@@ -73,11 +76,17 @@ def rollout_replica(user: Client) -> ReplicaInfo:
     return replica
 
 
-def first_batches(stage: Stage, folder: str, **changes: object) -> dict[tuple[int, ...], list[list[int]]]:
-    """Tokens of the samples by prompt, of two batches that are all of version 0."""
+def first_batches(
+    stage: Stage, folder: str, begun: Callable[[Stage], object] = lambda stage: None, **changes: object
+) -> dict[tuple[int, ...], list[list[int]]]:
+    """Tokens of the samples by prompt, of two batches that are all of version 0.
+
+    begun: is called once the controller has opened the data.
+    """
     own = replace(stage, directory=stage.directory / folder)
     own.directory.mkdir()
     served, trainer = own.begin(own.config(train__sync_weight_interval=2, **changes), PROMPTS)
+    begun(own)
     worker = own.worker(served.url)
     found: dict[tuple[int, ...], list[list[int]]] = {}
     for t in range(2):
@@ -96,6 +105,25 @@ def test_samples_follow_from_the_seed_whoever_makes_them_and_how(stage: Stage) -
     for prompt in together.keys() & apart.keys():
         assert together[prompt] == apart[prompt]
         assert together[prompt][0] != together[prompt][1]
+
+
+def other_rows(stage: Stage) -> None:
+    """Another file takes the place of the prepared rows."""
+    write_prompts(stage.run_dir / "data" / "train.safetensors", [[5, 6]] * 16, [{"prompt": "?", "answer": ""}] * 16)
+
+
+def test_rows_are_the_same_whoever_reads_them(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    changes: dict[str, object] = {"train__train_policy__dataloader_shuffle": False, "controller__oversample": 1.0}
+    seen = []
+    for folder, begun, local in (("a", None, None), ("b", other_rows, True), ("c", None, False)):
+        caplog.clear()
+        batches = first_batches(stage, folder, begun or (lambda _: None), train__local_dataset=local, **changes)
+        said = [text for text in caplog.messages if text.startswith("prepared rows")]
+        seen.append(({prompt: batches[prompt] for prompt in sorted(batches)[:2]}, [text[:26] for text in said]))
+    reads, comes = ["prepared rows are read in "], ["prepared rows come with ea"]
+    assert [said for _, said in seen] == [reads, comes, []]
+    assert seen[0][0] == seen[1][0] == seen[2][0]
 
 
 def test_each_group_has_a_greedy_sample_that_is_scored_like_the_others(stage: Stage) -> None:

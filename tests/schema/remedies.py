@@ -22,7 +22,7 @@ Row = tuple[Any, ...]
 """The keys that make a fault, the one to blame before the others, and words that the message must hold."""
 
 _ASSIGNMENT = re.compile(
-    r"(?P<key>[a-z_][a-z0-9_]*(?:\.[a-z_][a-z0-9_]*)+) = (?P<value>\[[^\]]*\]|\"[^\"]*\"|-?[\w.]*\w)"
+    r"(?P<key>[a-z_][a-z0-9_]*(?:\.[a-z_][a-z0-9_]*(?:\[0\])?)+) = (?P<value>\[[^\]]*\]|\"[^\"]*\"|-?[\w.]*\w)"
 )
 
 
@@ -78,17 +78,18 @@ def assignments(hint: str) -> list[dict[str, Any]]:
     for found in _ASSIGNMENT.finditer(hint):
         if hint[end : found.start()] != " and ":
             remedies.append({})
-        remedies[-1][found["key"]] = tomllib.loads(f"value = {found['value']}")["value"]
+        remedies[-1][found["key"].replace("[0]", "")] = tomllib.loads(f"value = {found['value']}")["value"]
         end = found.end()
     return remedies
 
 
 def without(data: dict[str, Any], key: str) -> dict[str, Any]:
     """A copy with a key left out."""
-    data, (*parents, name) = deepcopy(data), key.split(".")
-    table = data
+    data, (*parents, name) = deepcopy(data), key.replace("[0]", "").split(".")
+    table: Any = data
     for part in parents:
         table = table.get(part, {})
+        table = table[0] if isinstance(table, list) else table
     table.pop(name, None)
     return data
 

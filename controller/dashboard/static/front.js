@@ -6,6 +6,7 @@ import { duration, el, nothing, number, percent, renew, section, table } from "/
 
 const CHARTS = [
   ["Reward and held-out score", ["reward_mean", "validation"]],
+  ["Held-out score by source", ["validation/source/"]],
   ["Samples per second", ["samples_per_s"]],
   ["Response length in tokens", ["response_tokens_mean"]],
   ["Entropy", ["entropy"]],
@@ -95,8 +96,15 @@ function addStep(curves, data) {
 }
 
 function addValidation(curves, data) {
-  const [name, value] = data.loss == null ? ["validation", data.score_mean] : ["validation_loss", data.loss];
-  add(curves, name, data.version, value);
+  if (data.loss != null && data.scores == null) return add(curves, "validation_loss", data.version, data.loss);
+  add(curves, "validation", data.version, data.score_mean);
+  const sources = Object.entries(data.sources ?? {});
+  if (sources.length > 1) for (const [source, of] of sources) add(curves, `validation/source/${source}/mean@${of.n}`, data.version, of.mean?.value);
+}
+
+// The curves of a name, or of all names that begin with it.
+function curvesOf(curves, name) {
+  return name.endsWith("/") ? Object.keys(curves).filter((known) => known.startsWith(name)) : [name];
 }
 
 function add(curves, name, step, value) {
@@ -110,10 +118,10 @@ function drawCurves(boxes, runs, data, notes) {
   let any = false;
   for (const [title, names] of CHARTS) {
     const traces = [];
-    runs.forEach((run, i) => names.forEach((name) => {
+    runs.forEach((run, i) => names.flatMap((name) => curvesOf(data[i].curves?.curves ?? {}, name)).forEach((name) => {
       const curve = data[i].curves?.curves[name];
       if (!curve || !curve.values.some((value) => value !== null)) return;
-      const label = runs.length > 1 ? (names.length > 1 ? `${run.name} ${name}` : run.name) : name;
+      const label = runs.length > 1 ? (names[0] !== name || names.length > 1 ? `${run.name} ${name}` : run.name) : name;
       traces.push(line(curve, label, name.startsWith("validation") ? { mode: "lines+markers" } : {}));
     }));
     const { box, figure } = boxes.get(title);
@@ -149,9 +157,19 @@ function overview(box, found, name) {
     ledger?.created ? section("Groups", bar(ledger)) : null,
     ledger && Object.keys(ledger.staleness ?? {}).length ? section("Staleness of trained samples", histogram(ledger)) : null,
     faults(job, ledger),
+    job.validation?.scores ? section(`Validation of version ${job.validation.version}`, estimates(job.validation)) : null,
     job.members ? section("Trainers", trainers(job.members)) : null,
     section(job.unknown ? "Replicas, as last heard of" : "Replicas", replicaTable(replicas)),
   ]);
+}
+
+// A row for each data source: mean@n, maj@n and pass@k with their 95 % intervals.
+function estimates({ scores, sources }) {
+  const cell = (one) => (one ? number(one.value) + (one.low == null ? "" : ` [${number(one.low)}, ${number(one.high)}]`) : "–");
+  const ks = Object.keys(scores.passed);
+  const row = ([name, of]) => [name, of.prompts, cell(of.mean), cell(of.majority), ...ks.map((k) => cell(of.passed[k])), of.errors];
+  return table(["source", "prompts", `mean@${scores.n}`, `maj@${scores.n}`, ...ks.map((k) => `pass@${k}`), "errors"],
+    [...Object.entries(sources), ["all", scores]].map(row));
 }
 
 function bar(ledger) {

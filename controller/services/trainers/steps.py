@@ -18,6 +18,7 @@ from controller.errors import ApiError
 from controller.ledger.assembly import Assembled, PayloadRef, WaitingStep, build_table, places
 from controller.ledger.ledger import Ledger
 from controller.ledger.rejoin import lost_payloads
+from controller.services.answers import AnswerService
 from controller.state.job import JobState
 from controller.state.replicas import Replica
 from controller.state.step_log import mean_score, own_counts
@@ -40,8 +41,8 @@ class Batch:
 class StepService:
     """The calls of policy replicas."""
 
-    def __init__(self, job: JobState) -> None:
-        self._job = job
+    def __init__(self, job: JobState, answers: AnswerService) -> None:
+        self._job, self._answers = job, answers
         self._batch: Batch | None = None
         """The one assembled last."""
         self._prefetched: Batch | None = None
@@ -221,6 +222,7 @@ class StepService:
     async def commit(self, step: int, request: m.CommitRequest) -> m.CommitReply:
         """Finish a step; durable when answered. Raises `ApiError`."""
         job = self._job
+        await self._answers.file_step(step)
         self.check(request.replica_id, request.incarnation, request.policy_epoch)
         self._check_batch(step, request.batch)
         if any(record.version not in (0, step + 1) for record in request.validations):
@@ -273,7 +275,9 @@ class StepService:
         text = f"checkpoint {request.path} covers {request.step} steps"
         job.events.add(EventKind.CHECKPOINT, text, step=request.step, path=request.path)
         await job.save_durably()
-        goodness_by_version = {version: record.goodness for version, record in job.validation.records.items()}
+        records = job.validation.records.items()  # of supervised training the losses alone are compared
+        judged = (entry for entry in records if job.config.is_grpo or entry[1].loss is not None)
+        goodness_by_version = {version: record.goodness for version, record in judged}
         scores = {version: goodness for version, goodness in goodness_by_version.items() if goodness is not None}
         return m.CheckpointReply(durable_steps=durable, scores=scores)
 

@@ -148,7 +148,10 @@ def template(job: ClusterJob, pod: Pod) -> Manifest:
         "volumeMounts": [{"name": name, **mount} for name, (mount, _) in _volumes(job, pod).items()],
         **pod.inside,
     }
-    if pod.worker and kubernetes.environment_secret:
+    reads_elsewhere = pod.component == "controller" and job.config.data_schemes  # it prepares the data
+    if reads_elsewhere:  # copies of remote files lie on the claim: what else the pod may write is small
+        container["env"].append(value("XDG_CACHE_HOME", f"{kubernetes.volume_path}/cache"))
+    if (pod.worker or reads_elsewhere) and kubernetes.environment_secret:
         container["envFrom"] = [{"secretRef": {"name": kubernetes.environment_secret}}]
     spec: Manifest = {
         "serviceAccountName": pod.account or job.name,

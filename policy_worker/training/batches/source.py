@@ -9,6 +9,7 @@ net, so a contradiction is an error and no filter.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -219,21 +220,26 @@ def check_versions(step: int, row: int, sample: TrainSample, bound: int) -> None
             )
 
 
+_NUMBERED = re.compile(r"(.*-p)([0-9]+)(-s[0-9]+)?")
+
+
 def describe(table: StepTable) -> str:
     """Which groups a step trains, and how old they are: a line of the log, so that a run can be audited.
 
     `step 7 of timeline 1 trains 16 samples of versions 5 to 7: e0-p28..30 e0-p33`"""
     rows = [row for row in range(table.n_samples) if counts(table, row)]
     versions = [table.oldest_version[row] for row in rows] + [table.newest_version[row] for row in rows]
-    spans: list[tuple[str, int, int]] = []
+    spans: list[tuple[str, str, int, int]] = []
     for name in table.group_ids:
-        prefix = name.rstrip("0123456789")
-        number = int(name[len(prefix) :] or 0)
-        if spans and spans[-1][0] == prefix and spans[-1][2] + 1 == number:
-            spans[-1] = (prefix, spans[-1][1], number)
+        match = _NUMBERED.fullmatch(name)
+        prefix, number, suffix = (match[1], int(match[2]), match[3] or "") if match else (name, 0, "")
+        if spans and spans[-1][:2] == (prefix, suffix) and spans[-1][3] + 1 == number:
+            spans[-1] = (prefix, suffix, spans[-1][2], number)
         else:
-            spans.append((prefix, number, number))
-    groups = " ".join(f"{prefix}{first}" + (f"..{last}" if last > first else "") for prefix, first, last in spans)
+            spans.append((prefix, suffix, number, number))
+    groups = " ".join(
+        f"{prefix}{first}" + (f"..{last}" if last > first else "") + suffix for prefix, suffix, first, last in spans
+    )
     return (
         f"step {table.step} of timeline {table.timeline} trains {len(rows)} samples of versions "
         f"{min(versions, default=-1)} to {max(versions, default=-1)}: {groups}"

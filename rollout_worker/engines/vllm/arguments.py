@@ -259,8 +259,8 @@ def check_sampling(config: Config, *, known: Collection[str]) -> None:
     _check_extra(config.rollout.sampling_config.extra, known)
     if config.rollout.sampling_config.do_sample:
         _check_temperature("rollout.sampling_config.temperature", config.sampling_temperature)
-    if config.validation.enable:
-        _check_temperature("validation.temperature", config.validation.temperature)
+    for keys in config.validation.sets.values() if config.validation.enable else ():
+        _check_temperature("validation.temperature", keys.temperature)
 
 
 def _check_temperature(key: str, value: float) -> None:

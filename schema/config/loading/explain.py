@@ -342,7 +342,9 @@ def suggest_key(path: KeyPath, data: Mapping[str, Any]) -> str:
     siblings = [field for model in models for field in model.model_fields]
     everywhere = _everywhere()
     if name in everywhere:
-        places = " or ".join(f"[{format_key(field[:-1])}]" for field in everywhere[name] if field[:-1])
+        places = " or ".join(
+            f"[{format_key(field[:-1])}]" for field in sorted(everywhere[name], key=len) if field[:-1]
+        )
         return f"`{name}` belongs to {places}" if places else f"`{name}` is a section of its own: [{name}]"
     near, elsewhere = closest(name, siblings), _name_elsewhere(path, data)
     if elsewhere and not (near and f"`{format_key((*section, near))}`" in elsewhere):

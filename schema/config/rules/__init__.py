@@ -35,6 +35,7 @@ from schema.config.rules.engine import ENGINE_RULES, ENGINE_WARNINGS, stop_strin
 from schema.config.rules.idle import IDLE_RULES, IDLE_WARNINGS, keys_are_of_the_evaluation
 from schema.config.rules.loadable import LOADABLE_RULES, LOADABLE_WARNINGS
 from schema.config.rules.mesh import MESH_RULES
+from schema.config.rules.mixture import MIXTURE_RULES
 from schema.config.rules.model import MODEL_RULES, MODEL_WARNINGS, READING_RULES, model_warnings
 from schema.config.rules.placement import PLACEMENT_RULES, PLACEMENT_WARNINGS
 from schema.config.rules.profiler import PROFILER_RULES, PROFILER_WARNINGS
@@ -67,6 +68,7 @@ RULES: tuple[Rule, ...] = (
     *CHECKPOINT_RULES,
     *ENGINE_RULES,
     *DATA_RULES,
+    *MIXTURE_RULES,
     *MODEL_RULES,
     *LOADABLE_RULES,
     *REWARD_RULES,
@@ -100,7 +102,7 @@ def check_model_warnings(config: Config, find: FindFile = local_file) -> list[Pr
 WARNINGS: tuple[Rule, ...] = (
     Refusal("train.master_dtype", lambda c: c.train.master_dtype == "bfloat16",
         "updates smaller than 1/256 of a weight are lost in bfloat16 master weights", 'write {!} = "float32"'),
-    Refusal("train.ckpt.enable_checkpoint", lambda c: not c.train.ckpt.enable_checkpoint,
+    Refusal("train.ckpt.enable_checkpoint", lambda c: not (c.train.ckpt.enable_checkpoint or c.validation.only),
         "without checkpoints the loss of all policy replicas ends the job", "write {!} = true"),
     *BATCH_WARNINGS,
     *ALGORITHM_WARNINGS,

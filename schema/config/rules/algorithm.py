@@ -9,7 +9,7 @@ from schema.config.loading.tomlwrite import toml_value
 from schema.config.problem import Problem
 from schema.config.root import Config
 from schema.config.rules.idle import written
-from schema.config.rules.reward import own_function
+from schema.config.rules.own_code import own_function
 from schema.config.rules.rows import Each, InGrpo, Refusal, Row, Rule, section
 from schema.config.sections.reference import ReferenceConfig
 from schema.config.sections.train_policy import (

@@ -134,7 +134,8 @@ def longest_sequence(config: Config) -> tuple[str, int]:
 def responses_leave_room(config: Config) -> Iterator[Problem]:
     """Warning: an answer that may be as long as a whole sequence ends with the sequence."""
     key, limit = longest_sequence(config)
-    sections = ["rollout", *["validation"] * config.validation.enable] if config.is_grpo else []
+    validated = ["validation", *(f"validation.dataset.part[{i}]" for i in range(len(config.validation.dataset.part)))]
+    sections = ["rollout", *(validated if config.validation.enable else [])] if config.generates else []
     for section in sections:
         response = value_at(config, f"{section}.max_response_length")
         if response is not None and response >= limit:
@@ -170,7 +171,7 @@ def overlong_buffer_fits(config: Config) -> Iterator[Problem]:
 def _tokens_of_a_step(config: Config) -> int | None:
     """Tokens per engine step, where the engine has such a bound."""
     rollout = config.rollout
-    return rollout.max_num_batched_tokens if config.is_grpo and rollout.engine.bounds_steps else None
+    return rollout.max_num_batched_tokens if config.generates and rollout.engine.bounds_steps else None
 
 
 def _length_key(config: Config) -> str:

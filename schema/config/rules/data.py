@@ -13,15 +13,19 @@ from schema.config.columns import Columns, columns_of, flat
 from schema.config.data_files import FileId, UnreadableDataError
 from schema.config.dataset_files import Role, files_of
 from schema.config.loading.explain import closest
-from schema.config.paths import DATA_SUFFIXES, address_fault, exists, home_hint, is_file, local_path
+from schema.config.paths import DATA_FORMATS, address_fault, exists, home_hint, is_file, local_path
 from schema.config.problem import Absent, Problem
 from schema.config.root import Config
 from schema.config.rules.batch import longest_sequence
 from schema.config.rules.idle import written
+from schema.config.rules.own_code import own_function
 from schema.config.rules.rows import Each, Refusal, Row, Rule, section
-from schema.config.sections.dataset import DatasetConfig
+from schema.config.secrets import masked
+from schema.config.sections.dataset import DatasetConfig, DatasetKeys, DatasetPart
 from schema.config.sections.evaluation import EvaluationConfig
 from schema.config.sections.train_policy import SFTDataConfig
+from schema.config.sections.validation import ValidationPart
+from schema.storage.address import EXAMPLES, AddressError, is_remote, parse_address
 
 _POLICY = "train.train_policy"
 _TRAIN, _VALIDATION = f"{_POLICY}.dataset", "validation.dataset"
@@ -53,7 +57,23 @@ def dataset_can_be_read(config: Config) -> Iterator[Problem]:
 
 
 def dataset_problems(config: Config, key: str, dataset: DatasetConfig, role: Role) -> Iterator[Problem]:
-    """Report the faults of one dataset: `key` is its section."""
+    """Report the faults of all parts of a dataset: `key` is its section."""
+    for place, part in dataset.parts:
+        yield from _part_problems(config, f"{key}{place}", part, role)
+
+
+def _part_problems(config: Config, key: str, dataset: DatasetKeys, role: Role) -> Iterator[Problem]:
+    if dataset.custom_class:
+        problem = own_function(f"{key}.custom_class", dataset.custom_class, "dataset file", classes=True)
+        if isinstance(problem, Problem):
+            yield problem
+        for name in ("subset", "revision", "options"):
+            if value := getattr(dataset, name):
+                message = "has no effect: a dataset class gets the keys of [custom]"
+                yield Problem(
+                    f"{key}.{name}", message, value, "write it in [custom]", related=(f"{key}.custom_class",)
+                )
+        return
     yield from _idle_keys(key, dataset)
     if dataset.files:
         yield from _file_problems(config, key, dataset)
@@ -67,8 +87,8 @@ def dataset_problems(config: Config, key: str, dataset: DatasetConfig, role: Rol
     path = local_path(dataset.name) if dataset.name else None
     if path is None:
         return
-    if fault := address_fault(dataset.name, "data is"):
-        yield Problem(f"{key}.name", fault[0], dataset.name, fault[1])
+    if "://" in dataset.name:
+        yield from _address_problems(f"{key}.name", dataset.name)
         return
     try:
         columns = columns_of(path, dataset.splits, role, _apart(config, key))
@@ -82,22 +102,41 @@ def dataset_problems(config: Config, key: str, dataset: DatasetConfig, role: Rol
         yield Problem(f"{key}.split", message, dataset.split, "leave it out")
 
 
+def _address_problems(key: str, name: str) -> Iterator[Problem]:
+    """Whether data can be read from an address is seen when it is read: here nothing is asked."""
+    if not is_remote(name):
+        if fault := address_fault(name, "data is"):
+            remedy = fault[1] if name.startswith(("file:", "hf:")) else f"{fault[1]}; or at {EXAMPLES}"
+            yield Problem(key, fault[0], name, remedy)
+        return
+    try:
+        parse_address(name)
+    except AddressError as error:
+        yield Problem(key, str(error), masked(name), error.hint)
+
+
 def _apart(config: Config, key: str) -> frozenset[FileId]:
     """The files that the dataset of this section leaves out of a directory, since the other role reads them."""
-    if key == _TRAIN and _validates(config):
+    section = _section_of(key)
+    if section == _TRAIN and _validates(config):
         return files_of(config.validation.dataset, "validation")
-    return files_of(config.train.train_policy.dataset, "train") if key == _VALIDATION else frozenset()
+    return files_of(config.train.train_policy.dataset, "train") if section == _VALIDATION else frozenset()
 
 
-_PATH_HINT = f"paths are relative to the current directory; files end in {', '.join(DATA_SUFFIXES)}"
+def _section_of(key: str) -> str:
+    """The section of a dataset, or of a part of it."""
+    return key.partition(".part[")[0]
 
 
-def _file_problems(config: Config, key: str, dataset: DatasetConfig) -> Iterator[Problem]:
+_PATH_HINT = f"paths are relative to the current directory; files end in {DATA_FORMATS}"
+
+
+def _file_problems(config: Config, key: str, dataset: DatasetKeys) -> Iterator[Problem]:
     """Each of the files is there and has the columns."""
     for file in dict.fromkeys(dataset.files):
         path = Path(file)
-        if fault := address_fault(file, "data is"):
-            yield Problem(f"{key}.files", fault[0], file, fault[1])
+        if "://" in file:
+            yield from _address_problems(f"{key}.files", file)
             continue
         if exists(path) and path.is_dir():
             hint = f'name its files, or the directory alone: {key}.name = "{file}"'
@@ -113,7 +152,7 @@ def _file_problems(config: Config, key: str, dataset: DatasetConfig) -> Iterator
             yield from _column_problems(config, key, dataset, file, columns)
 
 
-def _idle_keys(key: str, dataset: DatasetConfig) -> Iterator[Problem]:
+def _idle_keys(key: str, dataset: DatasetKeys) -> Iterator[Problem]:
     """Keys that mean nothing for this kind of dataset."""
     idle: list[tuple[str, str, tuple[str, ...]]] = []
     names = (f"{key}.name", f"{key}.files")
@@ -133,9 +172,14 @@ def _idle_keys(key: str, dataset: DatasetConfig) -> Iterator[Problem]:
 
 
 def _column_problems(
-    config: Config, key: str, dataset: DatasetConfig, source: str, columns: Columns
+    config: Config, key: str, dataset: DatasetKeys, source: str, columns: Columns
 ) -> Iterator[Problem]:
-    for column_key, column, is_default in _wanted_columns(config, key):
+    has_source = isinstance(dataset, DatasetPart) and bool(dataset.source)
+    wanted = list(_wanted_columns(config, _section_of(key), dataset, has_source=has_source))
+    if not isinstance(dataset, DatasetPart) and _section_of(key) != "evaluation.dataset":
+        policy = config.train.train_policy
+        wanted += [(f"{_POLICY}.{name}", column, False) for name, column in policy.optional_columns.items()]
+    for column_key, column, is_default in wanted:
         if columns.has(column):
             continue
         close = closest(column, columns.names())
@@ -147,8 +191,13 @@ def _column_problems(
         yield Problem(column_key, message, column, hint, related=related)
 
 
-def _wanted_columns(config: Config, dataset_key: str) -> Iterator[tuple[str, str, bool]]:
-    """(key, column, whether it is the default) of each column that is read of a dataset."""
+def _wanted_columns(
+    config: Config, dataset_key: str, dataset: DatasetKeys, *, has_source: bool
+) -> Iterator[tuple[str, str, bool]]:
+    """(key, column, whether it is the default) of each column that is read of a dataset.
+
+    has_source: whether a part names its source itself.
+    """
     if dataset_key == "evaluation.dataset":
         yield from _evaluation_columns(config.evaluation)
         return
@@ -161,8 +210,10 @@ def _wanted_columns(config: Config, dataset_key: str) -> Iterator[tuple[str, str
     if policy.response_column_name:
         yield f"{_POLICY}.response_column_name", policy.response_column_name, False
     source, is_default = policy.data_source_column_name, policy.data_source_column_name == "data_source"
-    if not is_default or _scored_by_source(config, dataset_key):
+    if not has_source and (not is_default or _scored_by_source(config, dataset_key, dataset)):
         yield f"{_POLICY}.data_source_column_name", source, is_default
+    if policy.domain_column_name and dataset_key == _TRAIN:
+        yield f"{_POLICY}.domain_column_name", policy.domain_column_name, False
 
 
 def _evaluation_columns(section: EvaluationConfig) -> Iterator[tuple[str, str, bool]]:
@@ -176,11 +227,12 @@ def _evaluation_columns(section: EvaluationConfig) -> Iterator[tuple[str, str, b
             yield f"evaluation.{name}", value, value == getattr(default, name)
 
 
-def _scored_by_source(config: Config, dataset_key: str) -> bool:
+def _scored_by_source(config: Config, dataset_key: str, dataset: DatasetKeys) -> bool:
     """Whether rewards of the dataset's rows are chosen by their source; held-out rows are validated too."""
-    roles = [config.grpo.reward_weights] if dataset_key == _TRAIN else []
+    roles = [config.training_reward_weights] if dataset_key == _TRAIN else []
     if _validates(config) and (dataset_key == _VALIDATION or not config.validation.dataset.is_named):
-        roles.append(config.validation_reward_weights)
+        label = dataset.label if dataset_key == _VALIDATION and isinstance(dataset, DatasetPart) else ""
+        roles.append(config.validation.of_set(label).reward_weights or config.grpo.reward_weights)
     return any("by_source" in weights for weights in roles)
 
 
@@ -191,7 +243,7 @@ def prompts_fit(config: Config) -> Iterator[Problem]:
     """The longest prompt and the longest answer fit into a sequence."""
     dataset = config.train.train_policy.dataset
     if not config.is_grpo:
-        for section, conversations in ((_TRAIN, dataset), (_VALIDATION, config.validation.dataset)):
+        for section, conversations in (*_parts(_TRAIN, dataset), *_parts(_VALIDATION, config.validation.dataset)):
             if (longest := conversations.max_prompt_length) is not None:
                 message = "supervised training reads whole conversations"
                 hint = "leave it out, and write policy.model_max_length for the longest of them"
@@ -201,20 +253,29 @@ def prompts_fit(config: Config) -> Iterator[Problem]:
             yield from _idle_validation(config.validation.dataset)
         return
     answer = ("rollout.max_response_length", config.rollout.max_response_length)
-    yield from _prompt_problem(config, _TRAIN, dataset, *answer)
+    for section, part in _parts(_TRAIN, dataset):
+        yield from _prompt_problem(config, section, part, *answer)
     if _validates(config):
         own, validation = config.validation.max_response_length, config.validation.dataset
         if own is not None:
             answer = ("validation.max_response_length", own)
         if validation.is_named:
-            yield from _prompt_problem(config, _VALIDATION, validation, *answer)
+            for section, part in _parts(_VALIDATION, validation):
+                longest = part.max_response_length if isinstance(part, ValidationPart) else None
+                of_part = answer if longest is None else (f"{section}.max_response_length", longest)
+                yield from _prompt_problem(config, section, part, *of_part)
         elif own is not None:
-            yield from _prompt_problem(config, _TRAIN, dataset, *answer)
+            for section, part in _parts(_TRAIN, dataset):
+                yield from _prompt_problem(config, section, part, *answer)
         yield from _idle_validation(validation)
 
 
+def _parts(section: str, dataset: DatasetConfig) -> list[tuple[str, DatasetKeys]]:
+    return [(f"{section}{place}", part) for place, part in dataset.parts]
+
+
 def _prompt_problem(
-    config: Config, section: str, dataset: DatasetConfig, answer_key: str, answer: int
+    config: Config, section: str, dataset: DatasetKeys, answer_key: str, answer: int
 ) -> Iterator[Problem]:
     key, longest = f"{section}.max_prompt_length", dataset.max_prompt_length
     limit_key, limit = longest_sequence(config)
@@ -230,9 +291,9 @@ def _idle_validation(dataset: DatasetConfig) -> Iterator[Problem]:
     """Without data of its own, validation takes held-out training rows, prepared as those are."""
     if dataset.is_named:
         return
-    of_rows = ("max_prompt_length", "overlong_prompts", "image_column_name")
+    of_rows = ("max_samples", "max_prompt_length", "overlong_prompts", "image_column_name")
     keys = ("subset", "revision", "split", "options", *of_rows)
-    for name, value in written(dataset, *keys):
+    for name, value in written(dataset, *keys, "custom_class_timeout"):
         message = "has no effect on rows that the training data holds out"
         hint = f"write {_TRAIN}.{name}, or name the data: {_VALIDATION}.name"
         yield Problem(f"{_VALIDATION}.{name}", message, value, hint, related=(f"{_VALIDATION}.name",))
@@ -241,7 +302,7 @@ def _idle_validation(dataset: DatasetConfig) -> Iterator[Problem]:
 # ---- the built-in generator -------------------------------------------------------------------------------
 
 
-def _synthetic_problems(key: str, dataset: DatasetConfig) -> Iterator[Problem]:
+def _synthetic_problems(key: str, dataset: DatasetKeys) -> Iterator[Problem]:
     if dataset.name != _SYNTHETIC:
         message = f'unknown generator "{dataset.name}"'
         yield Problem(f"{key}.name", message, dataset.name, f'write {key}.name = "{_SYNTHETIC}"')
@@ -302,9 +363,22 @@ def template_can_be_read(config: Config) -> Iterator[Problem]:
 
 
 def _own_validation_data(config: Config) -> str:
-    synthetic = config.train.train_policy.dataset.is_synthetic
+    synthetic = all(part.is_synthetic for _, part in config.train.train_policy.dataset.parts)
     own = f'"{_SYNTHETIC}" for its held-out pairs' if synthetic else '"path/to/heldout.parquet"'
     return f"write {{!}} = {own}, or {_TRAIN}.test_size = 0.1"
+
+
+def held_out_rows_are_of_training(config: Config) -> Iterator[Problem]:
+    """Rows are held out of training data, less than all of them."""
+    for key, part in _parts(_TRAIN, config.train.train_policy.dataset):
+        if _is_share(part.test_size):
+            message = f"a float is a share of the dataset, below 1.0, got {part.test_size}"
+            hint = f"write {key}.test_size = {int(part.test_size or 0)} for rows, or a share below 1.0"
+            yield Problem(f"{key}.test_size", message, part.test_size, hint)
+    for key, part in _parts(_VALIDATION, config.validation.dataset):
+        if part.test_size is not None:
+            hint = f"write {_TRAIN}.test_size to hold out training rows"
+            yield Problem(f"{key}.test_size", "has no effect here", part.test_size, hint)
 
 
 def _is_share(size: float | None) -> bool:
@@ -315,14 +389,10 @@ Pair = Row[SFTDataConfig]
 DATA_RULES: tuple[Rule, ...] = (
     Refusal(f"{_TRAIN}.name", lambda c: not c.train.train_policy.dataset.is_named, "no dataset is named",
         'write {.name!} = "path/to/data.parquet", or "synthetic:addition" to try it out', (".files",)),
-    Refusal(f"{_TRAIN}.test_size", lambda c: _is_share(c.train.train_policy.dataset.test_size),
-        "a float is a share of the dataset, below 1.0, got {}",
-        lambda c: f"write {{!}} = {int(c.train.train_policy.dataset.test_size or 0)} for rows, or a share below 1.0"),
-    Refusal(f"{_VALIDATION}.test_size", lambda c: c.validation.dataset.test_size is not None, "has no effect here",
-        f"write {_TRAIN}.test_size to hold out training rows"),
+    held_out_rows_are_of_training,
     Refusal(f"{_VALIDATION}.name",
         lambda c: _validates(c) and not c.validation.dataset.is_named
-        and c.train.train_policy.dataset.is_named and not c.train.train_policy.dataset.test_size,
+        and c.train.train_policy.dataset.is_named and not c.train.train_policy.dataset.holds_out,
         "no dataset is named and the training data holds nothing out",
         _own_validation_data, (_TRAIN, "validation.enable", ".files")),
     dataset_can_be_read,

@@ -75,8 +75,10 @@ _RESHAPING_ENGINE = frozenset({
 def temperatures_can_be_computed(config: Config) -> Iterator[Problem]:
     """Logits divided by almost nothing overflow: vLLM would take 0.01 in the place of anything below it."""
     says = f"{{}} is below {LEAST_TEMPERATURE}, where logits divided by it overflow"
-    for section in ("train.train_policy", _SAMPLING, "validation") if config.is_grpo else ():
-        if 0.0 < value_at(config, f"{section}.temperature") < LEAST_TEMPERATURE:
+    parts = [f"validation.dataset.part[{i}]" for i in range(len(config.validation.dataset.part))]
+    trains = ("train.train_policy", _SAMPLING) if config.is_grpo else ()
+    for section in (*trains, *(("validation", *parts) if config.generates else ())):
+        if 0.0 < (value_at(config, f"{section}.temperature") or 0.0) < LEAST_TEMPERATURE:
             hint = f"write {{!}} = {LEAST_TEMPERATURE} or more"
             yield refused(config, f"{section}.temperature", says, hint)
 
@@ -136,7 +138,7 @@ def why_not_passed(name: str, value: Any) -> tuple[str, str] | None:
 
 def engine_can_do_it(config: Config) -> Iterator[Problem]:
     """Options that the chosen engine does not have are refused, never ignored."""
-    if not config.is_grpo:
+    if not config.generates:
         return
     rollout, engine, related = config.rollout, config.rollout.engine, ("rollout.backend",)
     mesh, hint = rollout.parallelism, 'leave it out, or write rollout.backend = "vllm"'
@@ -180,7 +182,7 @@ _CALIBRATED = frozenset({"awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "
 def engine_can_quantise(config: Config) -> Iterator[Problem]:
     """Weights change at each version, so they are quantised as they are loaded, into a type that kernels multiply."""
     rollout, key = config.rollout, "rollout.quantization"
-    if not config.is_grpo or rollout.quantization == "none":
+    if not config.generates or rollout.quantization == "none":
         return
     methods = [*rollout.engine.quantisations]
     values = " or ".join(filter(None, [", ".join(map(toml_value, methods[:-1])), *map(toml_value, methods[-1:])]))
@@ -231,7 +233,7 @@ def rarely_stops(string: str, token: str) -> Problem:
 
 def rewards_read_tags(config: Config, find: FindFile = local_file) -> Iterator[Problem]:
     """Warning: tags that are special tokens, which the text of an answer leaves out."""
-    if tags := hidden_tags(_special(config, find) if config.is_grpo else ()):
+    if tags := hidden_tags(_special(config, find) if config.generates else ()):
         yield tags_are_hidden(config.policy, tags)
 
 
@@ -253,7 +255,7 @@ def tags_are_hidden(policy: PolicyConfig, tags: Sequence[str]) -> Problem:
 
 
 def _draws_by_flashinfer(config: Config) -> bool:
-    return config.is_grpo and config.rollout.sampling_config.use_flashinfer
+    return config.generates and config.rollout.sampling_config.use_flashinfer
 
 
 def _ignores_filters(config: Config) -> bool:

@@ -41,31 +41,67 @@ def _is_grpo(config: Config) -> bool:
     return config.is_grpo
 
 
+def _generates(config: Config) -> bool:
+    return config.generates
+
+
 def _validates(config: Config) -> bool:
     return config.validation.enable
 
 
+def _samples(config: Config) -> bool:
+    """Whether a validation set draws its answers at a temperature above 0."""
+    return any(keys.temperature > 0.0 for keys in config.validation.sets.values())
+
+
+def _has_class(config: Config) -> bool:
+    """Whether rows come from a class of the user's."""
+    datasets = (config.train.train_policy.dataset, config.validation.dataset, config.evaluation.dataset)
+    return any(part.custom_class for dataset in datasets for _, part in dataset.parts)
+
+
 _NO_ROLLOUTS = "supervised training generates nothing"
+_GENERATE = "leave it out, or write validation.generate = true"
 SFT_READS = ("multi_turn_config.custom_chat_template_path", "sampling_config.stop", "sampling_config.stop_token_ids")
 """Keys of [rollout] that supervised training reads: how conversations are rendered, and where answers end."""
 
 OF_ANOTHER_JOB = (
-    Idle("rollout", _is_grpo, f"{_NO_ROLLOUTS}: it has no rollout replicas", but=SFT_READS),
-    Idle("validation", _is_grpo, f"{_NO_ROLLOUTS}: validation is the loss on held-out conversations",
-        but=("enable", "freq", "before", "batch_size", "dataset")),
-    Idle("reward", _is_grpo, "supervised training has no rewards", but=("prompt_forms",)),
+    Idle("rollout", _generates, f"{_NO_ROLLOUTS}: it has no rollout replicas", _GENERATE, SFT_READS),
+    Idle("validation", _generates, f"{_NO_ROLLOUTS}: validation is the loss on held-out conversations", _GENERATE,
+        ("enable", "freq", "before", "batch_size", "dataset", "generate")),
+    Idle("validation.generate", lambda c: not c.is_grpo, "validation of reinforcement generates anyway"),
+    Idle("validation.reference_column_name", lambda c: not c.is_grpo,
+        f"{_POLICY}.response_column_name names it in reinforcement"),
+    Idle("reward", _generates, "supervised training has no rewards", _GENERATE, ("prompt_forms", "environment")),
+    Idle("reward.environment", lambda c: c.generates or _has_class(c), "supervised training has no rewards"),
+    *(
+        Idle(f"rollout.{name}", lambda c: c.is_grpo or not c.generates,
+            "supervised training draws no samples to learn from: [validation] has its own")
+        for name in ("n_generation", "sampling_config.temperature")
+    ),
     Idle("critic", _is_grpo, "supervised training has no critic", but=("enable",)),
     Idle("teacher", _is_grpo, "supervised training has no samples of the policy, which a teacher judges"),
-    Idle("weight_sync", _is_grpo, "supervised training sends its weights nowhere"),
+    Idle("weight_sync", _generates, "supervised training sends its weights nowhere", _GENERATE),
     Idle("train.sync_weight_interval", _is_grpo, "supervised training sends its weights nowhere"),
+    *(
+        Idle(f"logging.{name}", _generates, _NO_ROLLOUTS, _GENERATE)
+        for name in ("samples_dir", "log_validation_samples")
+    ),
+    Idle("logging.log_training_samples", _is_grpo, _NO_ROLLOUTS),
+    Idle("train.local_dataset", lambda c: c.is_grpo or c.train.local_dataset is not False,
+        "supervised training has no leases: its trainers read the rows"),
     Idle("profiler.record_batches", _is_grpo, "supervised training reads its batches from the data each time"),
     *(
-        Idle(f"kubernetes.{name}", _is_grpo, f"{_NO_ROLLOUTS}: it has no rollout pods")
+        Idle(f"kubernetes.{name}", _generates, f"{_NO_ROLLOUTS}: it has no rollout pods")
         for name in ("rollout_selector", "rollout_tolerations", "topology_key")
     ),
     *(
         Idle(f"controller.{name}", _is_grpo, "supervised training has no groups of samples")
-        for name in ("lease_timeout", "oversample", "on_stale", "straggler_timeout", "max_attempts")
+        for name in ("oversample", "on_stale", "straggler_timeout")
+    ),
+    *(
+        Idle(f"controller.{name}", _generates, "supervised training has no groups of samples")
+        for name in ("lease_timeout", "max_attempts")
     ),
 )  # fmt: skip
 """Refused: the key belongs to a job of the other type."""
@@ -107,7 +143,7 @@ SWITCHED_OFF = (
         "nothing is generated with outdated weights when no step may train on them"),
     *(
         Idle(f"validation.{name}",
-            lambda c: not c.is_grpo or not c.validation.enable or c.validation.temperature > 0.0,
+            lambda c: not c.generates or not c.validation.enable or _samples(c),
             "validation.temperature = 0.0 takes the likeliest token",
             "write validation.temperature too, or leave it out")
         for name in ("top_p", "top_k")
@@ -119,10 +155,10 @@ SWITCHED_OFF = (
         Idle(f"launcher.{name}", lambda c: c.launcher.max_restarts > 0, "nothing is started again")
         for name in ("restart_backoff", "restart_backoff_max")
     ),
-    Idle("weight_sync.anchor_interval", lambda c: not c.is_grpo or c.weight_sync.encoding == "delta",
+    Idle("weight_sync.anchor_interval", lambda c: not c.generates or c.weight_sync.encoding == "delta",
         'every publication is full: weight_sync.encoding = "full"',
         'write weight_sync.encoding = "delta", or leave it out'),
-    Idle("weight_sync.collective_timeout", lambda c: not c.is_grpo or c.weight_sync.transport == "collective",
+    Idle("weight_sync.collective_timeout", lambda c: not c.generates or c.weight_sync.transport == "collective",
         'weights travel through the store: weight_sync.transport = "store"',
         'write weight_sync.transport = "collective", or leave it out'),
     Idle("profiler.sub_profiler_config", lambda c: c.profiler.enable_profiler,
@@ -132,7 +168,15 @@ SWITCHED_OFF = (
         lambda c: c.profiler.sub_profiler_config.do_profile or not c.profiler.enable_profiler,
         "no profile begins with the trainer: profiler.sub_profiler_config.do_profile = false",
         "write profiler.sub_profiler_config.do_profile = true to use it"),
-    Idle("custom", _is_grpo, "supervised training runs no functions of yours"),
+    *(
+        Idle(f"logging.log_{kind}_samples", lambda c: any(name != "console" for name in c.logging.logger),
+            "the console has no tables", 'write logging.logger = ["console", "tensorboard"], or another tracker')
+        for kind in ("validation", "training")
+    ),
+    Idle("logging.log_validation_samples", _validates, "validation is off",
+        "write validation.enable = true to use it"),
+    Idle("logging.log_training_samples", lambda c: not c.validation.only, "nothing is trained"),
+    Idle("custom", lambda c: c.generates or _has_class(c), "supervised training runs no functions of yours"),
 )  # fmt: skip
 """Shown as a warning: a switch elsewhere in the job turns the key off."""
 

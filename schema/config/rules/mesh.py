@@ -176,7 +176,7 @@ def dispatch_has_ranks(config: Config) -> Iterator[Problem]:
 
 def engines_have_such_a_mesh(config: Config) -> Iterator[Problem]:
     """Sizes that an inference engine does not have, whatever a trainer can do."""
-    if not config.is_grpo:
+    if not config.generates:
         return
     mesh, section = config.rollout.parallelism, "rollout.parallelism"
     never = {

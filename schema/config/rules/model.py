@@ -46,7 +46,7 @@ def model_agrees(config: Config, find: FindFile = local_file) -> Iterator[Proble
     yield from heads_are_divided(section, mesh, facts)
     yield from layers_fill_stages(section, mesh, facts)
     yield from experts_are_divided(section, mesh, facts)
-    if config.is_grpo:
+    if config.generates:
         yield from engine_divides(config.rollout.parallelism, facts)
         yield from engine_decodes(config, facts)
         yield from engine_has_the_range(config, facts)
@@ -118,7 +118,7 @@ def engine_loads_what_is_published(config: Config, find: FindFile = local_file) 
     """A quantised checkpoint has other tensors than those that a trainer publishes."""
     facts, _ = policy_facts(config, find)
     engine = config.rollout.engine
-    if facts is None or not config.is_grpo or not facts.quantised or engine.loads_quantised:
+    if facts is None or not config.generates or not facts.quantised or engine.loads_quantised:
         return []
     message = (
         f"{facts.name} is a quantised model ({facts.quantised}): {engine.title} would expect tensors of that kind, "
@@ -312,9 +312,10 @@ def experts_are_there(config: Config, facts: ModelFacts) -> list[Problem]:
 
 def samples_fit_a_request(config: Config, facts: ModelFacts) -> Iterator[Problem]:
     """A sample travels whole, with the experts of each of its tokens: one too large would come back as an error."""
-    controller, routing = config.controller, config.grpo.routing_replay
+    controller = config.controller
     if not config.replays_routing or controller.payload_store or not (facts.mixtures and facts.chosen):
         return
+    routing = config.grpo.routing_replay
     number = (1 if (facts.experts or 0) <= 256 else 2) + (4 if routing == "weights" else 0)
     length, each = config.policy.model_max_length, facts.mixtures * facts.chosen * number
     needed, key = length * (BYTES_OF_A_TOKEN + each), "controller.max_request_bytes"
@@ -337,7 +338,7 @@ def lengths_are_possible(config: Config, facts: ModelFacts) -> Iterator[Problem]
         return
     where = f"{longest} positions ({facts.length_key}) of {MODEL} = {facts.name}"
     lengths = {_LONGEST: config.policy.model_max_length}
-    if config.is_grpo and config.rollout.max_model_len is not None:
+    if config.generates and config.rollout.max_model_len is not None:
         lengths["rollout.max_model_len"] = config.rollout.max_model_len
     serving = "rollout.max_model_len" if "rollout.max_model_len" in lengths else _LONGEST
     for key, length in lengths.items():
@@ -345,7 +346,7 @@ def lengths_are_possible(config: Config, facts: ModelFacts) -> Iterator[Problem]
             continue
         if not facts.has_rope:
             reason = "and learned positions end there"
-        elif config.is_grpo and config.rollout.engine.bounds_positions and key == serving:
+        elif config.generates and config.rollout.engine.bounds_positions and key == serving:
             reason = f"and {config.rollout.engine.title} refuses longer ones"
         else:
             continue
@@ -369,7 +370,7 @@ def long_sequences(config: Config, facts: ModelFacts) -> Iterator[Problem]:
 def _shorter(config: Config, key: str, longest: int) -> str:
     """The remedy for a length: with the answers, if they would no longer leave room for a prompt."""
     hint = f"write {key} = {longest}"
-    if config.is_grpo and config.rollout.max_response_length >= longest:
+    if config.generates and config.rollout.max_response_length >= longest:
         hint += f" and rollout.max_response_length = {max(longest // 2, 1)}"
     return hint
 

@@ -49,6 +49,8 @@ def sharing_is_asked_for(config: Config) -> Iterator[Problem]:
     if not config.is_grpo:
         if share != "none":
             says = "is {}, but {train.train_policy.type=} has no rollout replicas to share with"
+            if config.generates:
+                says = "is {}, but supervised training goes on while {validation.generate=} answers"
             yield refused(config, key, says, nothing)
         return
     policy, rollout = policy_layout(config), rollout_layout(config)
@@ -239,9 +241,10 @@ def _names(devices: list[int]) -> str:
 
 
 PLACEMENT_RULES: tuple[Rule, ...] = (
-    Refusal(tuple(f"placement.{role}" for role in ("rollout", "reference", "critic", "reward_model")),
-        lambda c: not c.is_grpo, _NO_ROLE + " ({train.train_policy.type=})",
-        'write {!} = [], or {train.train_policy.type!} = "grpo"'),
+    Refusal(("placement.rollout",), lambda c: not c.generates, _NO_ROLE + " ({train.train_policy.type=})",
+        "write {!} = [], or let validation generate answers ({validation.generate!})"),
+    Refusal(tuple(f"placement.{role}" for role in ("reference", "critic", "reward_model")),
+        lambda c: not c.is_grpo, _NO_ROLE + " ({train.train_policy.type=})", "write {!} = []"),
     InGrpo(
         Refusal(("placement.reference",), lambda c: not c.has_reference,
             _NO_ROLE + " ({train.train_policy.kl_beta=}, {train.train_policy.kl_in_reward.beta=})",

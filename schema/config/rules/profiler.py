@@ -1,4 +1,4 @@
-"""Rules of `[profiler]`: what switches on what, and which ranks and steps there are to record."""
+"""Rules of `[profiler]` and `[logging]`: what switches on what, and which ranks, steps and samples are recorded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from schema.config.layout import policy_layout
 from schema.config.problem import Problem
 from schema.config.root import Config
-from schema.config.rules.rows import Refusal, Rule, refused
+from schema.config.rules.rows import InGrpo, Refusal, Rule, refused
 
 _SUB = "profiler.sub_profiler_config"
 
@@ -37,6 +37,11 @@ def _steps_before(config: Config) -> int:
     return settings.wait_steps + settings.warmup_steps if takes else 0
 
 
+def _kept(config: Config) -> int:
+    """Samples of each step that are kept as text."""
+    return min(config.logging.sample_groups, config.groups_per_step) * config.rollout.n_generation
+
+
 PROFILER_RULES: tuple[Rule, ...] = (
     Refusal(f"{_SUB}.do_profile",
         lambda c: c.profiler.sub_profiler_config.do_profile and not c.profiler.enable_profiler,
@@ -47,6 +52,11 @@ PROFILER_RULES: tuple[Rule, ...] = (
         "{} steps and {.warmup_steps=} leave none of {train.max_num_steps=}",
         lambda c: "write {train.max_num_steps!} = "
         f"{_steps_before(c) + c.profiler.sub_profiler_config.active_steps}, or smaller numbers"),
+    InGrpo(
+        Refusal("logging.log_training_samples", lambda c: c.logging.log_training_samples > _kept(c),
+            "{} is more than the samples of a step that are kept: {.sample_groups=}, and {rollout.n_generation=}",
+            lambda c: f"write {{!}} = {_kept(c)}, or a larger {{.sample_groups!}}"),
+    ),
 )  # fmt: skip
 PROFILER_WARNINGS: tuple[Rule, ...] = (  # both see kernels by CUPTI, which serves one tool at a time
     Refusal("profiler.enable_nsys", lambda c: c.profiler.enable_nsys and c.profiler.enable_profiler,

@@ -8,30 +8,39 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 
 from schema.config.base import RewardSpec
 from schema.config.loading.explain import closest
-from schema.config.paths import NotAFileError, address_fault, home_hint, read_regular
-from schema.config.problem import Absent, Problem
+from schema.config.problem import Problem
 from schema.config.reward_signature import of_source
 from schema.config.root import Config
 from schema.config.rules.data import dataset_problems
 from schema.config.rules.idle import written
+from schema.config.rules.mixture import part_problems
+from schema.config.rules.own_code import own_function
 from schema.config.rules.rows import Refusal, Rule
 from schema.config.sections.reward import BUILTIN_REWARDS
 
 _POLICY = "train.train_policy"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-MAX_CODE_BYTES = 4 * 1024 * 1024  # of a file of reward functions, which is parsed whole
-
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def rewards_are_known(config: Config) -> Iterator[Problem]:
     """Every reward function is built in, or a function in a file that exists."""
-    if not config.is_grpo:
+    if config.is_grpo:
+        yield from _training_rewards(config)
+    if not config.generates:
         return
+    if own := config.validation.reward_weights:
+        spec = config.validation.reward_function
+        yield from reward_problems("validation.reward_function", spec, own, config.custom)
+    for i, part in enumerate(config.validation.dataset.part):
+        if own := config.validation.of_set(part.label).reward_weights if part.reward_function else {}:
+            key = f"validation.dataset.part[{i}].reward_function"
+            yield from reward_problems(key, part.reward_function, own, config.custom)
+
+
+def _training_rewards(config: Config) -> Iterator[Problem]:
     key, weights = f"{_POLICY}.reward_function", config.grpo.reward_weights
     spec = config.grpo.reward_function
     yield from reward_problems(key, spec, weights, config.custom, may_be_0=bool(config.teacher))
@@ -40,9 +49,6 @@ def rewards_are_known(config: Config) -> Iterator[Problem]:
             hint = f"write one of {', '.join(weights)}"
             message = f"`{name}` is not among the reward functions"
             yield Problem(f"{_POLICY}.filter_reward_metric", message, name, hint, related=(key,))
-    if own := config.validation.reward_weights:
-        spec = config.validation.reward_function
-        yield from reward_problems("validation.reward_function", spec, own, config.custom)
 
 
 def reward_problems(
@@ -77,47 +83,6 @@ def _reward_problem(key: str, name: str, custom: Collection[str]) -> Problem | N
     return definition_or_problem
 
 
-def own_function(key: str, name: str, purpose: str) -> Definition | Problem | None:
-    """The definition of a user's function, `path/to/file.py:function`, or what is wrong with it.
-
-    None: the name is bound in another way, as by an import. purpose: what the file is for, as the message names it.
-    """
-    file, _, function = name.rpartition(":")
-    if fault := address_fault(file, "your functions are"):
-        return Problem(key, fault[0], name, fault[1])
-    try:
-        tree = ast.parse(read_regular(Path(file), MAX_CODE_BYTES), filename=file)
-    except OSError as error:
-        hint = home_hint(file) or "paths are relative to the current directory"
-        kind = Absent if isinstance(error, FileNotFoundError) else Problem
-        return kind(key, f"{purpose} {file} cannot be read: {error.strerror}", name, hint)
-    except NotAFileError as error:
-        return Problem(key, f"{purpose} {file} cannot be read: {error}", name, "write it to a file first")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = f" at line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        return Problem(key, f"{purpose} {file} is not valid Python{line}: {error}", name)
-    if function in _bound_names(tree):
-        return None
-    definitions = {node.name: node for node in tree.body if isinstance(node, Definition)}
-    if function in definitions:
-        return definitions[function]
-    functions = [node.name for node in definitions.values() if not isinstance(node, ast.ClassDef)]
-    close = closest(function, functions)
-    hint = f"did you mean `{file}:{close}`?" if close else f"its functions: {', '.join(functions) or 'none'}"
-    return Problem(key, f"{file} has no function `{function}`", name, hint)
-
-
-def _bound_names(tree: ast.Module) -> set[str]:
-    """Names that a module binds without `def`: assigned or imported callables."""
-    names: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return names
-
-
 def variables_can_be_passed(config: Config) -> Iterator[Problem]:
     """`reward.environment` has names, and none of ours: the secrets of a job never reach a reward."""
     for index, name in enumerate(config.reward.environment):
@@ -141,7 +106,7 @@ REWARD_RULES: tuple[Rule, ...] = (
 # ---- an evaluation ----------------------------------------------------------------------------------------
 
 _DATASET = "evaluation.dataset"
-_IDLE = ("test_size", "max_prompt_length", "overlong_prompts", "image_column_name")
+_IDLE = ("test_size", "max_samples", "max_prompt_length", "overlong_prompts", "image_column_name")
 
 
 def one_job(config: Config) -> Iterator[Problem]:
@@ -160,8 +125,10 @@ def answers_can_be_read(config: Config) -> Iterator[Problem]:
     """The file is there and has the columns."""
     yield from dataset_problems(config, _DATASET, config.evaluation.dataset, "validation")
     message = "has no effect: all answers of the file are scored"
-    for name, value in written(config.evaluation.dataset, *_IDLE):
-        yield Problem(f"{_DATASET}.{name}", message, value, "leave it out")
+    for place, part in config.evaluation.dataset.parts:
+        for name, value in written(part, *_IDLE):
+            yield Problem(f"{_DATASET}{place}.{name}", message, value, "leave it out")
+    yield from part_problems(_DATASET, config.evaluation.dataset, message.removeprefix("has no effect: "))
 
 
 def evaluation_rewards_are_known(config: Config) -> Iterator[Problem]:

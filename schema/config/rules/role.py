@@ -1,9 +1,8 @@
-"""Rules of roles and of shares: how many replicas there are of each, what they need, who gets what part."""
+"""Rules of roles: how many replicas there are of each, and what they need."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from schema.config.problem import Problem
 from schema.config.root import Config
@@ -13,7 +12,6 @@ from schema.config.sections.validation import ValidationConfig
 
 _POLICY = "train.train_policy"
 _ROLLOUTS = "rollout.parallelism.n_init_replicas"
-_SHARES_ADD_UP = 1e-6  # shares are written by hand: 0.333 + 0.667 is meant to be 1
 
 
 def images_are_pinned(config: Config) -> Iterator[Problem]:
@@ -25,29 +23,6 @@ def images_are_pinned(config: Config) -> Iterator[Problem]:
             says = "{~} may be another image with each pull, and pods of one job would differ"
             hint = f'write {{!}} = "{plain}:1.0", or the tag or digest that it has'
             yield refused(config, f"kubernetes.{name}", says, hint)
-
-
-def domains_are_shared(config: Config) -> Iterator[Problem]:
-    """Shares of domains have a column that names the domain; they are positive and add up to one."""
-    key, column, shares = (f"{_POLICY}.domain_shares", f"{_POLICY}.domain_column_name", config.grpo.domain_shares)
-    total = math.fsum(shares.values()) if all(abs(share) <= 1e9 for share in shares.values()) else math.inf
-    if shares and not config.grpo.domain_column_name:
-        message = f'{_table(shares)} are shares of domains, and {column} = "" names none'
-        yield Problem(key, message, shares, f'write {column} = "domain", or leave it out', related=(column,))
-    if config.grpo.domain_column_name and not shares:
-        hint = "leave it out, or give each domain its share"
-        yield refused(config, column, "{} has no effect: {.domain_shares!} is empty", hint, (key,))
-    if low := [name for name, share in shares.items() if share <= 0.0]:
-        message = f"{', '.join(low)} has no positive share in {_table(shares)}"
-        yield Problem(key, message, shares, "give it a share, or filter the data")
-    elif shares and abs(total - 1.0) > _SHARES_ADD_UP:
-        scaled = {name: round(share / total, 4) for name, share in shares.items()}
-        message, hint = (f"{_table(shares)} add up to {total:g}, not to 1", f"in these proportions: {_table(scaled)}")
-        yield Problem(key, message, shares, hint)
-
-
-def _table(shares: dict[str, float]) -> str:
-    return "{" + ", ".join(f"{name} = {share:g}" for name, share in shares.items()) + "}"
 
 
 Validation = Row[ValidationConfig]
@@ -67,6 +42,60 @@ def _is_named(role: RewardModelConfig) -> bool:
 
 def _scales(config: Config) -> bool:
     return config.is_grpo and config.autoscale.enable
+
+
+def _is_one(config: Config) -> bool:
+    """Whether there is one validation set, which [validation] itself describes."""
+    return not config.validation.dataset.part
+
+
+def _only_validates(config: Config) -> bool:
+    return config.validation.enable and config.validation.only
+
+
+def generated_prompts_are_whole(config: Config) -> Iterator[Problem]:
+    """Answers are generated to what stands in front of a conversation's last turn, which is not cut."""
+    if config.is_grpo or not config.generates:
+        return
+    named = config.validation.dataset.is_named
+    key = "validation.dataset" if named else "train.train_policy.dataset"
+    parts = config.validation.dataset.parts if named else config.train.train_policy.dataset.parts
+    for place, part in parts:
+        if part.overlong_prompts not in ("drop", "error"):
+            says = "{} cuts conversations, and {validation.generate=} answers what stands in front of the last turn"
+            yield refused(config, f"{key}{place}.overlong_prompts", says, 'write {!} = "drop" or "error"')
+
+
+def sets_are_drawn_as_written(config: Config) -> Iterator[Problem]:
+    """Warning: keys of a validation set that another one, of its own or of [validation], makes idle."""
+    parts = config.validation.dataset.part if config.generates and config.validation.enable else []
+    for i, part in enumerate(parts):
+        keys, table = config.validation.of_set(part.label), f"validation.dataset.part[{i}]"
+
+        def where(name: str, own: Collection[str] = part.own, table: str = table) -> str:
+            return f"{table}.{name}" if name in own else f"validation.{name}"
+
+        greedy = f"{where('temperature')} = 0.0"
+        if keys.temperature > 0.0 and keys.top_k == 1:
+            message = f"{keys.temperature} has no effect: {where('top_k')} = 1 always takes the likeliest token"
+            hint = f"write {table}.top_k = -1, or {table}.temperature = 0.0"
+            yield Problem(f"{table}.temperature", message, part.temperature, hint, related=(where("top_k"),))
+        elif keys.temperature == 0.0 and keys.n_generation > 1:
+            message = f"{keys.n_generation} greedy answers ({greedy}) to a prompt are all the same"
+            hint = f"write {table}.temperature = 1.0 and {table}.top_k = -1, or {table}.n_generation = 1"
+            yield Problem(f"{table}.n_generation", message, part.n_generation, hint, related=(where("temperature"),))
+        for name in ("top_p", "top_k") if keys.temperature == 0.0 else ():
+            if name in part.own:
+                message, hint = f"has no effect: {greedy} takes the likeliest token", "leave it out"
+                yield Problem(f"{table}.{name}", message, part.own[name], hint, related=(where("temperature"),))
+
+
+def supervised_sets_have_no_answers(config: Config) -> Iterator[Problem]:
+    """A validation set of conversations has no rewards, and nothing is drawn."""
+    for i, part in enumerate([] if config.generates else config.validation.dataset.part):
+        for name, value in part.own.items():
+            message = "has no effect here: supervised training generates nothing"
+            yield Problem(f"validation.dataset.part[{i}].{name}", message, value, "leave it out")
 
 
 ROLE_RULES: tuple[Rule, ...] = (
@@ -92,11 +121,29 @@ ROLE_RULES: tuple[Rule, ...] = (
             "{rollout.parallelism.n_init_replicas!} = {}"),
     ),
     images_are_pinned,
+    Refusal("validation.max_replicas",
+        lambda c: c.generates and c.validation.enable and c.validation.max_replicas > value_at(c, _most_replicas(c)),
+        lambda c: f"{{}} is more than {{{_most_replicas(c)}=}}",
+        lambda c: f"write {{!}} = {{{_most_replicas(c)}}}"),
+    Refusal("validation.generate", lambda c: c.validation.generate and not c.validation.enable,
+        "true generates nothing, and {.enable=}", "write {!} = false, or turn {.enable!} on"),
+    Refusal("validation.reward_function",
+        lambda c: not c.is_grpo and c.generates and not all(c.validation_rewards.values()),
+        "{.generate=} has nothing to score the answers with",
+        'write {!} = "boxed_math", or a function of your own'),
+    generated_prompts_are_whole,
+    supervised_sets_have_no_answers,
     InGrpo(
-        Refusal("validation.max_replicas",
-            lambda c: c.validation.enable and c.validation.max_replicas > value_at(c, _most_replicas(c)),
-            lambda c: f"{{}} is more than {{{_most_replicas(c)}=}}",
-            lambda c: f"write {{!}} = {{{_most_replicas(c)}}}"),
+        FirstOf(
+            Refusal("validation.only", lambda c: c.validation.only and not c.validation.enable,
+                "true does nothing but validate, and {.enable=}", "write {!} = false, or turn {.enable!} on"),
+            Refusal("validation.only", lambda c: _only_validates(c) and not c.validation.before,
+                "true validates the initial weights, and {.before=}", "write {.before!} = true, or {!} = false"),
+            Refusal("validation.only",
+                lambda c: _only_validates(c) and c.policy.parallelism.n_init_replicas > 1,
+                "true publishes the model from one process, and {policy.parallelism.n_init_replicas=}",
+                "write {policy.parallelism.n_init_replicas!} = 1, or {!} = false"),
+        ),
     ),
     Refusal("reward_model.enable", lambda c: c.reward_model.enable and not c.is_grpo,
         "supervised training ({train.train_policy.type=}) has no answers to score", "write {.enable!} = false"),
@@ -106,11 +153,10 @@ ROLE_RULES: tuple[Rule, ...] = (
             'write {.model_name_or_path!} = "owner/name", or {.enable!} = false',
             (".model_name_or_path", ".custom_class")),
     ),
-    InGrpo(domains_are_shared),
 )  # fmt: skip
 ROLE_WARNINGS: tuple[Rule, ...] = (
     Each(
-        section("validation", lambda c: c.validation if c.is_grpo and c.validation.enable else None),
+        section("validation", lambda c: c.validation if c.generates and c.validation.enable and _is_one(c) else None),
         Validation("temperature", lambda keys: keys.temperature > 0.0 and keys.top_k == 1,
             "{} has no effect: {.top_k=} always takes the likeliest token",
             "write {.top_k!} = -1, or {.temperature!} = 0.0"),
@@ -118,4 +164,5 @@ ROLE_WARNINGS: tuple[Rule, ...] = (
             "{} greedy answers ({.temperature=}) to a prompt are all the same",
             "write {.temperature!} = 1.0 and {.top_k!} = -1, or {.n_generation!} = 1"),
     ),
+    sets_are_drawn_as_written,
 )  # fmt: skip

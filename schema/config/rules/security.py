@@ -52,7 +52,7 @@ def _is_scalar(config: Config, path: KeyPath) -> bool:
     """Whether the text is a key's own value and not an item of a list or table."""
     value: Any = config
     for part in path[:-1]:
-        value = getattr(value, str(part), None)
+        value = value[part] if isinstance(part, int) else getattr(value, str(part), None)
     return isinstance(value, Section)
 
 

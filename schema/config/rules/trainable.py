@@ -117,7 +117,7 @@ def reference_of_adapters_is_the_base(config: Config) -> Iterator[Problem]:
 
 def _alone(config: Config, backend: str = "") -> LoraConfig | None:
     """The adapters that are published alone, if any. backend: to replicas of this engine."""
-    sent = config.is_grpo and config.weight_sync.lora == "adapter" and backend in ("", config.rollout.backend)
+    sent = config.generates and config.weight_sync.lora == "adapter" and backend in ("", config.rollout.backend)
     return config.policy.lora if sent else None
 
 
@@ -160,7 +160,7 @@ TRAINABLE_RULES: tuple[Rule, ...] = (
         "policy.model_name_or_path", ("policy.lora",)),
     reference_of_adapters_is_the_base,
     FirstOf(
-        Refusal(_PUBLISHED, lambda c: c.is_grpo and c.weight_sync.lora == "adapter" and c.policy.lora is None,
+        Refusal(_PUBLISHED, lambda c: c.generates and c.weight_sync.lora == "adapter" and c.policy.lora is None,
             "{} publishes adapters alone, and without [policy.lora] all weights are trained", _MERGED_IN,
             ("policy.lora",)),
         Refusal(_PUBLISHED, lambda c: bool((lora := _alone(c)) and lora.alters_base),

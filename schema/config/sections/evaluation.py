@@ -31,6 +31,8 @@ class EvaluationConfig(Section):
     reward_function: RewardSpec = key("by_source",
         "Reward functions, written as in train.train_policy.reward_function.", acts="file: Scores of the answers.",
         example={"boxed_math": 1.0})
+    pass_score: float = key(1.0, "Least score with which an answer passes, for pass@k.",
+        allow_inf_nan=False, acts="file: pass@k in evaluation.json.")
 
     @property
     def reward_weights(self) -> dict[str, float]:

@@ -32,5 +32,15 @@ class LoggingConfig(Section):
     sample_bytes: Natural = key(1_000_000_000,
         "Bytes that `samples/` may take on disk; the oldest files go first, none takes more than a quarter.",
         acts="file: Which files of `samples/` are still there.")
-    log_validation_samples: Natural = key(0, "Answers of each validation that are sent to the trackers.",
-        unbuilt="answers in trackers")
+    samples_dir: str = key("",
+        "Directory for all answers, on the controller's machine. In it, below the id of the run, are "
+        "`train/step-00000012.jsonl` with those of the groups that step 12 trained, a line each, and "
+        "`validation/step-00000012.jsonl` with those of the validation of version 12. Relative paths are relative to "
+        "the current directory. Empty: none.",
+        acts="file: Answers in that directory.", example="answers")
+    log_validation_samples: Natural = key(0,
+        "Answers of each validation that trackers show in a table, evenly spread over its prompts. 0: none.",
+        acts="metric: A table of answers in trackers.", example=8)
+    log_training_samples: Natural = key(0,
+        "Answers of each step that trackers show in a table, evenly spread over the groups that sample_groups keeps. "
+        "0: none.", acts="metric: A table of answers in trackers.", example=4)

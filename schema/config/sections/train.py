@@ -150,8 +150,9 @@ class TrainingConfig(PrecisionKeys, OptimizerKeys):
         "Seed of the job: order of data, initialisation and, unless said otherwise, sampling. Unset: 42.",
         acts="request or reply: Order of the rows, initial random state and seeds of samples.", example=42)
     local_dataset: bool | None = cosmos_key(True,
-        "Whether workers read rows themselves (true) or receive them with the lease.",
-        unbuilt="a choice of who reads the rows (they come with each lease)", neutral=(True, None))
+        "Whether rollout replicas read prepared rows in the run directory themselves, where they can open the file "
+        "and its hash is right, or receive them with each lease (false). Unset: true. The rows are the same.",
+        acts="request or reply: What is sent with a lease.")
     max_num_steps: Count | None = cosmos_key(None,
         "Training ends after this many steps, or with `epoch`, whichever is first.",
         acts="request or reply: Steps of the job.", example=500)

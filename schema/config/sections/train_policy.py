@@ -25,7 +25,8 @@ from schema.config.base import (
     reward_weights,
 )
 from schema.config.key import cosmos_key, key
-from schema.config.sections.dataset import DatasetConfig
+from schema.config.sections.curriculum import CurriculumConfig
+from schema.config.sections.dataset import CACHE_GIB, DatasetConfig
 from schema.config.sections.reward import BUILTIN_REWARDS
 
 _LOSS = "number: Loss and gradient."
@@ -132,21 +133,54 @@ class _DataloaderConfig(Section):
     dataloader_shuffle: bool = cosmos_key(True,
         "Whether each epoch is shuffled (seeded); false keeps the order of the dataset.",
         acts="request or reply: Order of the rows.")
-    enable_dataset_cache: bool = cosmos_key(False, "Whether processed rows are cached on disk.",
-        unbuilt="a cache of processed rows")
-    dataloader_num_workers: int = cosmos_key(0, "Processes that prepare data ahead; 0: none.",
-        ge=0, le=MOST_PROCESSES, unbuilt="data preparation in several processes")
-    dataloader_prefetch_factor: Count | None = cosmos_key(None, "Batches that each data worker loads in advance.",
-        example=4, unbuilt="data preparation in several processes")
+    domain_exhausted: Literal["repeat", "stop"] = key("repeat",
+        "Where parts or domains have shares: `repeat` passes through each as often as its share takes, and an epoch "
+        "is as many groups as there are rows; `stop` ends the job where the first of them has been passed through "
+        "train.epoch times.", acts="request or reply: When the job is out of prompts.")
+    curriculum: CurriculumConfig = key(CurriculumConfig, "Which prompts come when.")
+    enable_dataset_cache: bool = cosmos_key(False,
+        "Whether prepared rows are kept in `dataset_cache_dir` for other jobs, which use them as long as data, "
+        "tokenizer, chat template, all keys that decide what rows are, and the version of this program are the same.",
+        acts="file: Where prepared rows come from.")
+    dataset_cache_dir: str = key("",
+        "Directory of the cache of data: copies of files that `dataset` names by an address lie in its `files`, "
+        "prepared rows in its `rows`. Jobs may share it. Empty: `cosmos-launch` in $XDG_CACHE_HOME, else in "
+        "~/.cache.",
+        acts="file: Where copies of remote files lie.", example="/scratch/cache")
+    dataset_cache_size: Positive = key(CACHE_GIB,
+        "GiB that the cache of data may have: what was not of use for the longest time is removed when more is to be "
+        "fetched or kept, but no copy that a running job uses.", acts="file: Which copies of remote files stay.")
+    dataloader_num_workers: int = cosmos_key(0,
+        "Processes that render and tokenise the rows; 0: the preparation itself does. The rows are the same.",
+        ge=0, le=MOST_PROCESSES, acts="process: Processes of the preparation.")
+    dataloader_prefetch_factor: Count | None = cosmos_key(None,
+        "Batches that each of these processes prepares in advance. Unset: 2.", example=4,
+        acts="process: How far a process of the preparation is ahead.")
     system_prompt: str = cosmos_key("",
         "System prompt put before each prompt or conversation that has none of its own. Empty: none.", acts=_TOKENS,
         example="You are a careful mathematician.")
+    system_prompt_column_name: str = key("",
+        "Column of a row's own system prompt, in place of `system_prompt`; dots reach into structs. A row whose "
+        "value is empty has `system_prompt`, a conversation that begins with a system message keeps that. Empty: "
+        "none.",
+        acts=_TOKENS, example="system")
+    tools_column_name: str = key("tools",
+        "Column of the tools that the chat template gets for a row: a list of definitions, or its JSON text; dots "
+        "reach into structs. Empty: none.", acts=_TOKENS, example="extra_info.tools")
     mini_batch: Samples = cosmos_key(2,
         "Samples per micro-batch: one optimizer step is split into micro-batches of at most this many samples to fit "
         "into memory. It never changes the gradient.", acts="number: Rows of a micro-batch.")
     max_token_len_per_mini_batch: Tokens | None = cosmos_key(None,
         "Hard cap on the tokens of a micro-batch. When set, micro-batches are sized by tokens and `mini_batch` is "
         "not used.", acts="number: Rows of a micro-batch.", example=16384)
+
+
+    @property
+    def optional_columns(self) -> dict[str, str]:
+        """Columns that rows may lack and the user has named: some row of the data has them, or the name is wrong."""
+        named = {"system_prompt_column_name": self.system_prompt_column_name}
+        named |= {"tools_column_name": self.tools_column_name} if self.tools_column_name != "tools" else {}
+        return {key: column for key, column in named.items() if column}
 
 
 class GrpoConfig(_DataloaderConfig):
@@ -173,8 +207,8 @@ class GrpoConfig(_DataloaderConfig):
         "Advantages are cut to the range from -advantage_clip to advantage_clip, last of all. Unset: they are not.",
         acts=_ADVANTAGES, example=2.0)
     dataloader_batch_size: Count | None = cosmos_key(1,
-        "Prompts that the controller's data loader prepares per iteration.",
-        unbuilt="data preparation in several processes", neutral=(1, None))
+        "Rows that are rendered and tokenised at once. Fewer than 256 count as 256: they would only take longer.",
+        acts="process: Rows of a batch of the preparation.")
     prompt_column_name: str = cosmos_key("", "Column of the prompt. Empty: `prompt`.",
         acts="file: Tokens and `prompt` of a prepared row.", example="question")
     response_column_name: str = cosmos_key("",
@@ -190,11 +224,13 @@ class GrpoConfig(_DataloaderConfig):
     data_source_column_name: NonEmptyStr = key("data_source",
         "Column that names a row's source, for the reward function by_source; every reward finds it as "
         '`row["data_source"]`.', acts="file: `data_source` of a prepared row.")
-    domain_column_name: str = key("", "Column that names a row's domain, for domain_shares. Empty: none.",
-        example="domain", unbuilt="shares of prompts by domain")
+    domain_column_name: str = key("",
+        "Column that names a row's domain, for domain_shares; dots reach into structs. Empty: none.",
+        acts="file: The domain of a prepared row.", example="domain")
     domain_shares: dict[str, float] = key({},
-        "Share of each domain among the prompts: domain = share. Empty: as in the data.",
-        example={"math": 0.7, "code": 0.3}, unbuilt="shares of prompts by domain")
+        "Share of each domain among the prompts that are trained, which add up to 1: domain = share. Rows of "
+        "domains without one are left out and counted. Empty: as in the data.",
+        acts="request or reply: Which domain the next prompt is of.", example={"math": 0.7, "code": 0.3})
     filter_reward_metric: str | list[str] = cosmos_key([],
         "Dynamic sampling (DAPO): groups whose samples all have the same value of these reward functions are dropped "
         'and replaced; with advantage_estimator = "remax" the greedy sample is one of them, since equal samples that '

@@ -28,9 +28,18 @@ from schema.wire.messages.job import (
     LedgerStatus,
     Phase,
     RewardStatus,
+    SourceStatus,
     ValidationRecord,
 )
-from schema.wire.messages.leases import HeldLease, LeasedGroup, LeaseReply, LeaseRequest, LeaseStatus, ReleaseReply
+from schema.wire.messages.leases import (
+    HeldLease,
+    LeasedGroup,
+    LeaseReply,
+    LeaseRequest,
+    LeaseStatus,
+    ReleaseReply,
+    RowsFile,
+)
 from schema.wire.messages.publications import (
     PublicationInfo,
     PublishReply,
@@ -76,6 +85,7 @@ from schema.wire.messages.samples import (
     SampleText,
     TrainedSample,
 )
+from schema.wire.messages.scores import Estimate, SourceScores
 from schema.wire.messages.steps import (
     CheckpointReply,
     CheckpointRequest,
@@ -83,19 +93,22 @@ from schema.wire.messages.steps import (
     CommitRequest,
     HeldOutLoss,
     LedgerSnapshot,
+    MixtureProgress,
+    PassProgress,
     StepRecord,
+    StoredPass,
 )
 
 __all__ = [
     "MAX_PUBLICATIONS", "MOST_DETAIL", "MOST_FILES", "MOST_GAUGES", "MOST_LEASES", "MOST_METRICS", "MOST_PIECES",
     "MOST_TEXT", "MOST_TRAINED", "NAME", "TERMINAL_PHASES", "UNDER_WAY", "Alarm", "CheckpointReply",
-    "CheckpointRequest", "CommitReply", "CommitRequest", "Count", "DeclareLeases", "DeclareReply",
-    "DeclareRequest", "DeclaredLeases", "DrainReply", "ErrorCode", "Event", "EventKind", "GroupKind",
-    "HeartbeatReply", "HeartbeatRequest", "HeldLease", "HeldOutLoss", "JobStatus", "LeaseReply", "LeaseRequest",
-    "LeaseStatus", "LeasedGroup", "LedgerSnapshot", "LedgerStatus", "Meeting", "Message", "Phase", "Problem",
-    "ProfileOrder", "ProfileRequest", "ProfileState", "ProfileStatus", "PublicationInfo", "PublishReply",
-    "PublishRequest", "PushItem", "PushList", "PushReply", "PushResult", "RegisterReply", "RegisterRequest",
-    "ReleaseReply", "ReplayRequest", "ReplicaInfo", "ReplicaUpdate", "RewardStatus", "Role", "SampleRecord",
-    "SampleText", "Seconds", "StepRecord", "Text", "TrainedSample", "Transport", "UpdateReport",
-    "ValidationRecord", "WeightsStatus",
+    "CheckpointRequest", "CommitReply", "CommitRequest", "Count", "DeclareLeases", "DeclareReply", "DeclareRequest",
+    "DeclaredLeases", "DrainReply", "ErrorCode", "Estimate", "Event", "EventKind", "GroupKind", "HeartbeatReply",
+    "HeartbeatRequest", "HeldLease", "HeldOutLoss", "JobStatus", "LeaseReply", "LeaseRequest", "LeaseStatus",
+    "LeasedGroup", "LedgerSnapshot", "LedgerStatus", "Meeting", "Message", "MixtureProgress", "PassProgress",
+    "Phase", "Problem", "ProfileOrder", "ProfileRequest", "ProfileState", "ProfileStatus", "PublicationInfo",
+    "PublishReply", "PublishRequest", "PushItem", "PushList", "PushReply", "PushResult", "RegisterReply",
+    "RegisterRequest", "ReleaseReply", "ReplayRequest", "ReplicaInfo", "ReplicaUpdate", "RewardStatus", "Role",
+    "RowsFile", "SampleRecord", "SampleText", "Seconds", "SourceScores", "SourceStatus", "StepRecord", "StoredPass",
+    "Text", "TrainedSample", "Transport", "UpdateReport", "ValidationRecord", "WeightsStatus",
 ]  # fmt: skip

@@ -40,6 +40,9 @@ class EventKind(StrEnum):
     SCALE = "scale"
     """Another number of rollout replicas, or another reason for it: `desired`, `before`, `replicas`, `working`,
     `why` (the kind of reason), `reason`, `measures`."""
+    ORDER = "order"
+    """The order of a later pass was decided by results: `data_pass`, `source`, `rows`, and how many of them are left
+    out as `solved` and `failed`."""
     CONTROLLER = "controller"
     """A controller took charge: `pid`, `host`, `committed_steps`, `timeline`."""
 

@@ -10,6 +10,8 @@ from pydantic import Field
 from schema.wire.messages.base import Message
 from schema.wire.messages.members import MembersStatus
 from schema.wire.messages.publications import WeightsStatus
+from schema.wire.messages.scores import SourceScores
+from schema.wire.sample import Source
 
 
 class Phase(StrEnum):
@@ -27,7 +29,10 @@ TERMINAL_PHASES = frozenset({Phase.FINISHED, Phase.STOPPED, Phase.FAILED})
 
 
 class ValidationRecord(Message):
-    """One validation of one version. Generated answers have scores; conversations of supervised training a loss."""
+    """One validation of one version. Generated answers have scores, conversations of supervised training a loss.
+
+    Where supervised training generates as well, the record of a loss is completed by scores when its round has ended.
+    """
 
     version: int
     at: float
@@ -45,6 +50,18 @@ class ValidationRecord(Message):
     rewards_mean: dict[str, float] = Field(default_factory=dict)
     response_tokens_mean: float
     errors: int = 0
+    scores: SourceScores | None = Field(
+        default=None, description="Of generated answers: mean@n, pass@k, maj@n and intervals, as in an evaluation."
+    )
+    sources: dict[Source, SourceScores] = Field(
+        default_factory=dict,
+        description="The same of each validation set, by its `source`, and of each `data_source` of rows.",
+    )
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether scores have come to a loss that was recorded before."""
+        return self.loss is not None and self.scores is not None
 
     @property
     def value(self) -> float | None:
@@ -57,6 +74,18 @@ class ValidationRecord(Message):
         return self.score_mean if self.loss is None else -self.loss
 
 
+class SourceStatus(Message):
+    """One source of a mixture."""
+
+    name: str
+    rows: int = Field(description="Prepared rows.")
+    share: float = Field(description="Of the groups that are trained, at this step.")
+    drawn: int = Field(description="Groups handed out.")
+    dropped: int = Field(description="Of these, dropped.")
+    in_flight: int = Field(description="Of these, waiting, leased, ready or batched.")
+    trained: int = Field(description="Of these, trained.")
+
+
 class LedgerStatus(Message):
     created: int
     states: dict[str, int] = Field(description="Groups in each state; the values add up to `created`.")
@@ -66,6 +95,9 @@ class LedgerStatus(Message):
     bound: int
     over_bound: int = Field(default=0, description="Samples refused at consumption by the safety net: 0.")
     duplicates: int = Field(default=0, description="Repeated pushes that were answered and not counted.")
+    sources: list[SourceStatus] = Field(
+        default_factory=list, description="The sources of a mixture; empty where none has a share of its own."
+    )
 
 
 class RewardStatus(Message):
@@ -114,6 +146,9 @@ class JobStatus(Message):
     eta_s: float | None
     reward: float | None = Field(description="Mean score of the last trained batch.")
     validation: ValidationRecord | None
+    validating: tuple[int, int] | None = Field(
+        default=None, description="Samples of the running validation that are scored, and all of them."
+    )
     staleness_mean: float | None
     staleness_max: int
     queue_ready: int

@@ -13,13 +13,14 @@ from schema.wire.messages.base import (
     MOST_LEASES,
     NAME,
     Count,
+    GroupKind,
     Message,
     MetricName,
     RequestId,
     Role,
     Text,
 )
-from schema.wire.messages.leases import HeldLease
+from schema.wire.messages.leases import HeldLease, RowsFile
 from schema.wire.messages.steps import LedgerSnapshot
 from schema.wire.weights import Publication
 
@@ -68,6 +69,8 @@ class RegisterReply(Message):
     run_dir: str = Field(description="Directory of this run; exports and checkpoints go below it.")
     weight_store: str = Field(description="Root of the weight store: a directory, or `s3://bucket/prefix`.")
     data_file: str = Field(description="Prepared training data (see schema.wire.prompts); SFT reads it.")
+    rows_files: dict[GroupKind, RowsFile] = Field(default_factory=dict,
+        description="Prepared rows of each kind of group; empty: they come with each lease.")
     publication: Publication | None = Field(description="Newest published weights, if there are any yet.")
     members: int = Field(default=0, description="Policy replicas that train already, where there are several.")
 

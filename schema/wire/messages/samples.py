@@ -6,9 +6,10 @@ from typing import Annotated
 
 from pydantic import FailFast, Field
 
+from schema.scores.answers import LONGEST_ANSWER
 from schema.util.text import PLAIN, Prose
 from schema.wire.messages.base import MOST_METRICS, Count, ErrorCode, GroupKind, Message, MetricName, Text
-from schema.wire.sample import Ending
+from schema.wire.sample import Ending, Source
 
 
 class PushItem(Message):
@@ -90,6 +91,11 @@ class SampleRecord(SampleText):
     newest_version: int
     rewards: dict[MetricName, float] = Field(default_factory=dict, max_length=MOST_METRICS)
     score: float | None = Field(default=None, description="Weighted sum of the rewards; null after an error.")
+    extracted: Annotated[str, Field(max_length=LONGEST_ANSWER, pattern=PLAIN)] | None = Field(default=None,
+        description="Of a validation: the answer that its scorer has extracted.")
+    source: Source = Field(default="", description="`data_source` of its row.")
+    part: Text = Field(default="",
+        description="Of a validation: the set that it is of, where there are several.")
     advantage: float | None = Field(default=None, description="Of a trained sample.")
     error: Annotated[Prose, Field(max_length=8192)] | None = None
     seconds: float | None = Field(default=None, ge=0, description="That scoring took.")

@@ -10,6 +10,9 @@ from schema.util.text import PLAIN
 from schema.wire.messages.base import MOST_METRICS, MOST_VALIDATIONS, Count, Message, MetricName, Text, TrainerRequest
 from schema.wire.messages.samples import MOST_TRAINED, TrainedSample
 
+Encoded = Annotated[str, Field(max_length=256 * 1024 * 1024, pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
+"""An array in Base64."""
+
 
 class HeldOutLoss(Message):
     """One validation of supervised training, by its trainer."""
@@ -63,6 +66,44 @@ class StepRecord(Message):
     metrics: dict[str, float]
 
 
+class MixtureProgress(Message):
+    """Counts of what was drawn of each source of a mixture. All lists have one entry for each."""
+
+    names: list[Text] = Field(max_length=65536)
+    rows: list[Annotated[int, Field(ge=1, lt=2**53)]] = Field(max_length=65536, description="Prepared rows.")
+    drawn: list[Annotated[int, Field(ge=0, lt=2**53)]] = Field(max_length=65536, description="Groups handed out.")
+    dropped: list[Annotated[int, Field(ge=0, lt=2**53)]] = Field(max_length=65536,
+        description="Of these, those that were given up: the next row of their source took their place.")
+    shares: list[Annotated[float, Field(ge=0.0, le=1.0)]] = Field(max_length=65536, description="They add up to 1.")
+    base: list[Annotated[int, Field(gt=-(2**53), lt=2**53)]] = Field(max_length=65536,
+        description="Drawn less dropped when these shares began.")
+    base_drawn: list[Annotated[int, Field(ge=0, lt=2**53)]] = Field(max_length=65536,
+        description="Drawn when these shares began.")
+    total: Annotated[int, Field(ge=0, lt=2**53)] | None = Field(default=None,
+        description="The most groups that are trained, as it was known with these shares.")
+    rule: Annotated[str, Field(max_length=64, pattern=PLAIN)] = Field(default="",
+        description="Identifies what that follows from: rows, passes, shares and stages of the configuration.")
+
+
+class StoredPass(Message):
+    """The order in which the rows of a source come in one of its later passes."""
+
+    source: Annotated[int, Field(ge=0, lt=65536)]
+    data_pass: Annotated[int, Field(ge=1, lt=2**53)]
+    places: Encoded = Field(
+        description="For each position the row's position in the first pass: little-endian int32 in Base64.")
+
+
+class PassProgress(Message):
+    """Results of rows, and the orders that were decided by them, where the curriculum follows results."""
+
+    orders: list[StoredPass] = Field(max_length=65536, description="Of passes that have groups to come.")
+    shares: list[Encoded] = Field(max_length=65536,
+        description="Of each source, by position of its stream: share of answers that passed, float32 in Base64.")
+    seen: list[Encoded] = Field(max_length=65536,
+        description="Steps that were committed when that was known, int64 in Base64; -1: it is not.")
+
+
 class LedgerSnapshot(Message):
     """The part of the ledger that a checkpoint stores: enough to resume with an empty Redis."""
 
@@ -77,5 +118,7 @@ class LedgerSnapshot(Message):
         default_factory=dict, max_length=65536, description="Samples trained so far by staleness in steps.")
     n_positions: int | None = Field(default=None, ge=1,
         description="Rows of the prepared data: positions of other data mean other prompts.")
-    order: str | None = Field(default=None, max_length=64, pattern=PLAIN,
+    order: str | None = Field(default=None, max_length=128, pattern=PLAIN,
         description="Identifies the order in which the rows are handed out.")
+    mixture: MixtureProgress | None = Field(default=None, description="Where sources have shares of their own.")
+    passes: PassProgress | None = Field(default=None, description="Where the curriculum follows results.")

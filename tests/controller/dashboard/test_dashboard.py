@@ -193,6 +193,20 @@ def test_a_job_that_does_not_scale_says_why(config: dict[str, object], note: str
     assert bool(note) == bool(found)
 
 
+def test_several_sets_have_curves_of_their_own_until_a_rewind() -> None:
+    history = EventHistory()
+
+    def validated(id_: int, version: int, *sources: str) -> Event:
+        scores = {name: {"n": 4, "mean": {"value": version / 10}} for name in sources}
+        data = {"version": version, "score_mean": 0.5, "sources": scores}
+        return Event(id=id_, at=1.0, kind=EventKind.VALIDATION, text="validation", data=data)
+
+    back = Event(id=4, at=1.0, kind=EventKind.REWIND, text="back", data={"step": 3, "timeline": 1})
+    for event in (validated(1, 0, "math"), validated(2, 2, "math", "code"), validated(3, 4, "math", "code"), back):
+        history.add(event)
+    assert history.sources == {f"validation/source/{name}/mean@4": {2: 0.2} for name in ("math", "code")}
+
+
 def test_a_history_is_bounded() -> None:
     history = EventHistory()
     for number in range(1, 9000):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from controller.data.errors import DataError
-from controller.data.synthetic import COLUMNS, SPLITS, AdditionOptions, read_options
+from controller.data.reading.synthetic import COLUMNS, SPLITS, AdditionOptions, read_options
 from schema.config.rules import data as data_rules
 
 

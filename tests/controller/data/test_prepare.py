@@ -17,7 +17,8 @@ import pytest
 
 from controller.data import first_rows
 from controller.data.errors import DataError
-from controller.data.prepare import held_out_rows, main, prepare
+from controller.data.parts import held_out_rows
+from controller.data.prepare import main, prepare
 from controller.data.tokenizer import PromptTokenizer
 from schema.config import Config
 from schema.wire.prompts import PromptFile

@@ -13,6 +13,7 @@ import pytest
 from controller.data.errors import DataError
 from controller.data.prepare import main, prepare
 from controller.data.tokenizer import PromptTokenizer
+from controller.state.prompts import Prompts
 from schema.config import SOURCE_SCORERS, Config
 from schema.config.chat_template import changed_since, kept_template
 from schema.wire import data_report
@@ -115,6 +116,41 @@ def test_long_conversations_may_be_cut_too(model_dir: Path, tmp_path: Path):
 
 
 # ---- columns ----------------------------------------------------------------------------------------------
+
+
+def test_held_out_conversations_are_questions_too_where_answers_are_generated(model_dir: Path, tmp_path: Path):
+    """Their last learnt turn is the reference, and the prompt ends where generation would begin."""
+    talks = [
+        [("user", "1+1?"), ("assistant", "2"), ("user", "And 1?"), ("assistant", "3")],
+        [("user", "2+2?"), ("assistant", "4")],
+        [("user", "2" * 85), ("assistant", "4")],
+        [("user", "3+3?"), ("assistant", "6"), ("user", "Thanks!"), ("assistant", "Bye.")],
+    ]
+    rows = [{"conversations": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    rows[1] |= {"data_source": "gsm8k"}
+    rows[3]["conversations"][-1]["weight"] = 0
+    validation = {
+        "enable": True, "generate": True, "reward_function": "boxed_math", "max_response_length": 30,
+        "dataset": {"name": str(write(tmp_path / "held.jsonl", rows))},
+    }  # fmt: skip
+    given = config(model_dir, write(tmp_path / "rows.jsonl", rows[:1]), {"type": "sft"}, validation=validation)
+    assert prepare(given, tmp_path) == {"train": 1, "validation": 3}
+    path = tmp_path / "data" / "validation.safetensors"
+    prompts = Prompts(path, seed=0, shuffle=False, to_start_of_answer=True)
+    tokenizer = PromptTokenizer.of(given)
+    for i, (talk, turns) in enumerate([(talks[0], 3), (talks[1], 1), (talks[3], 1)]):
+        tokens, row = prompts.get(0, i)
+        before = [{"role": role, "content": text} for role, text in talk[:turns]]
+        assert tokens == tokenizer.encode([tokenizer.text(before)])[0].tolist()
+        assert (row["prompt"], row["answer"]) == (before, talk[turns][1])
+    report = json.loads((tmp_path / "data" / "report.json").read_text())["files"]["validation"]
+    (reason,) = report["left_out"]
+    assert reason == "a last turn that has not 1 to 98 tokens in front of it (validation.generate)"
+    assert not [text for text in report["noted"] if "other tokens" in text]
+    validation |= {"reference_column_name": "data_source"}
+    given = config(model_dir, write(tmp_path / "rows.jsonl", rows[1:2]), {"type": "sft"}, validation=validation)
+    with pytest.raises(DataError, match="row 1: `data_source` is empty"):
+        prepare(given, tmp_path)
 
 
 def test_pairs_are_learnt_like_conversations(model_dir: Path, tmp_path: Path):

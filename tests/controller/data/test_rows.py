@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from controller.data.errors import DataError
 from controller.data.prepare import prepare
-from controller.data.tables import read_table
+from controller.data.reading.tables import read_table
 from controller.data.values import jsonable
 from schema.config import Config
 from schema.config.columns import columns_of
@@ -275,7 +275,7 @@ def test_types_of_arrow_become(tmp_path: Path, column: pa.Array, expected: list[
     table = pa.table({"prompt": ["a", "b"], "c": column})
     with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
-    assert [jsonable(row["c"]) for row in read_table(tmp_path / "x.arrow")] == expected
+    assert [jsonable(row["c"]) for row in read_table(tmp_path / "x.arrow", "x")] == expected
     columns = columns_of(tmp_path / "x.arrow")
     assert columns is not None
     assert list(columns.fields) == ["prompt", "c"]
@@ -330,7 +330,7 @@ def test_rows_of_parquet_that_cannot_be_read_are_bad_rows(model_dir: Path, tmp_p
 
 def test_the_report_says_what_is_read_and_what_overlaps(model_dir: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}?"} for i in range(4)]
-    for name, part in (("questions.jsonl", rows), ("test.jsonl", rows[3:]), ("more.csv", [])):
+    for name, part in (("questions.jsonl", rows), ("test.jsonl", rows[3:]), ("more.txt", [])):
         write(tmp_path / name, part)
     named = {"enable": True, "dataset": {"name": str(tmp_path / "test.jsonl")}}
     cfg = config(model_dir, tmp_path, {}, validation=named)
@@ -340,5 +340,5 @@ def test_the_report_says_what_is_read_and_what_overlaps(model_dir: Path, tmp_pat
     said = "\n".join(data_report.lines(report))
     assert f"train: read: {tmp_path / 'questions.jsonl'}\n" in said
     assert f"train: not read, of the split test: {tmp_path / 'test.jsonl'}\n" in said
-    assert f"json, .arrow can be read: {tmp_path / 'more.csv'}" in said
+    assert f"can be read: {tmp_path / 'more.txt'}" in said
     assert "validation: 1 prompts that are trained on too" in said

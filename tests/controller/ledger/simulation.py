@@ -4,7 +4,8 @@ Every event is one thing that can happen in a real run: a lease request (sometim
 duplicated, late, or with a failed reward), a heartbeat that forgets leases, a crash, a successor under the same name,
 an expiry, a weight update in the middle of a group, an assembly, a commit, a lost trainer, a checkpoint, trainers
 that die in a row before the next one, a restart of the controller from what it had written, by a clock that is set
-otherwise. After each, `check` asserts the invariants of the ledger.
+otherwise; once, that all rows are prepared, where the job began with a part of them. After each, `check` asserts the
+invariants of the ledger.
 
 What was trained is known here, step by step (`history`): that decides which checkpoints the ledger contains, and
 what its totals must be.
@@ -20,14 +21,13 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from controller.ledger.assembly import Assembled
-from controller.ledger.group import DropReason, Group, GroupState
+from controller.ledger.group import DropReason, Group, GroupState, parse_group_id
 from controller.ledger.group_table import GroupTable
-from controller.ledger.ledger import Ledger
 from controller.ledger.rejoin import adopt
 from controller.ledger.values import LedgerParams
 from schema.wire.messages import HeldLease, LedgerSnapshot
 from schema.wire.sample import SampleHeader
-from tests.support.ledger import StoredLedger, schedulable
+from tests.support.ledger import StoredLedger, schedulable, score_of
 
 
 @dataclass
@@ -63,13 +63,19 @@ class Simulation:
 
     probes = 0.2
     """Share of leases that are probes, as in an outage of rewards."""
+    flat: int | None = None
+    """A source most of whose groups have no signal."""
 
-    def __init__(self, seed: int, params: LedgerParams, n_replicas: int) -> None:
+    def __init__(self, seed: int, params: LedgerParams, n_replicas: int, whole: LedgerParams | None = None) -> None:
+        """whole: the parameters once all rows are prepared, where `params` are of a part of them."""
         self.random = random.Random(seed)
-        self.params = params
+        self.params, self.whole = params, whole
         self.sync_interval = 1 + seed % (params.staleness_bound + 1)
         """Steps from one publication to the next."""
-        self.ledger = Ledger(GroupTable(params), self._lease_id)
+        self.stored = StoredLedger()
+        self.ledger = self.stored.with_orders(GroupTable(params), self._lease_id)
+        self.rows: dict[str, tuple[int, int, int]] = {}
+        """Which row each group was made of."""
         self.replicas = [Replica(f"r{i}", 0) for i in range(n_replicas)]
         self.published = 0
         self.checkpoints = [Checkpoint(0, [])]
@@ -77,7 +83,6 @@ class Simulation:
         self.history: list[Step] = []
         self.numbers = count()
         self.begun_anew = 0
-        self.stored = StoredLedger()
         self.superseded: list[str] = []
         self.filtered = 0
         """Groups dropped by the filter since a step was assembled last."""
@@ -115,6 +120,8 @@ class Simulation:
         for group in decision.groups:
             assert group.lease_id is not None
             replica.leases[group.id] = group.lease_id
+            row = self.ledger.table.row_of(group)
+            assert self.rows.setdefault(group.id, row) == row, "a group is made of another row"
         if decision.refusal is not None and decision.refusal.update:
             assert replica.version < self.published, "an update was asked for, but there is none"
 
@@ -152,10 +159,16 @@ class Simulation:
             index=index, prompt_tokens=1, response_tokens=1, total_tokens=2, oldest_version=oldest,
             newest_version=replica.version,
             finish_reason="overlong" if self.random.random() < 0.02 else "stop",
-            rewards={"r": float(self.random.randint(0, 3))}, score=None if failed else 1.0,
+            rewards={"r": self._reward(group)}, score=None if failed else score_of(group.id if group else "", index),
             error="ValueError: simulated" if failed else None, outage=failed and self.random.random() < 0.5,
             baseline=index == self.params.baseline,
         )  # fmt: skip
+
+    def _reward(self, group: Group | None) -> float:
+        """Return the reward of a sample: groups of the flat source get the same for all, most of the time."""
+        if self.flat is not None and group is not None and group.source == self.flat and group.position % 4:
+            return 1.0
+        return float(self.random.randint(0, 3))
 
     def beat(self) -> None:
         replica = self.random.choice(self.replicas)
@@ -297,21 +310,38 @@ class Simulation:
         assert self.ledger.expire(self.now) == 0, "a lease expires by the clock"
         for group in self.ledger.table.in_state(GroupState.LEASED):
             assert abs(group.expires - self.now - left[group.id]) < 1e-6
-        assert self.ledger.table.status() == before
+        now = self.ledger.table.status()
+        assert now.model_copy(update={"sources": before.sources}) == before
         self.check_history()
 
     def resume_from_snapshot(self) -> None:
         """Everything dies; the job goes on from a checkpoint with an empty store."""
         self.ledger.table.abandon_step()
         snapshot = self.ledger.snapshot(self.ledger.table.committed)
-        self.ledger = Ledger(GroupTable(self.params), self._lease_id)
-        self.ledger.begin_from(snapshot)
         self.stored, self.filtered = StoredLedger(), 0
+        self.ledger = self.stored.with_orders(GroupTable(self.params), self._lease_id)
+        self.ledger.begin_from(snapshot)
+        # The order of a pass that this history has not begun is decided anew, though another one had begun it.
+        known = self.ledger.table.passes.knows
+        places = {name: parse_group_id(name) or (0, 0, 0) for name in self.rows}
+        self.rows = {name: row for name, row in self.rows.items() if known(places[name][0], places[name][2])}
         self.checkpoints.append(Checkpoint(snapshot.timeline, self.history[:], snapshot))
         self.published = self.ledger.table.committed
         for replica in self.replicas:
             replica.version = min(replica.version, self.published)
             replica.leases.clear()
+
+    def grow(self) -> None:
+        """All rows are prepared, which the controller sees as it runs or when it is started again."""
+        if self.whole is None:
+            return
+        status, self.params, self.whole = self.ledger.table.status(), self.whole, None
+        if self.random.random() < 0.5:
+            self.restart()
+        else:
+            self.ledger.table.grow(self.params)
+        now = self.ledger.table.status()
+        assert (now.created, now.states, now.dropped) == (status.created, status.states, status.dropped)
 
     # ---- the run ------------------------------------------------------------------------------------------
 
@@ -347,6 +377,8 @@ class Simulation:
             (self.die, 0.1), (self.restart, 0.5), (self.resume_from_snapshot, 0.05), (self.supersede, 0.3),
             (self.report, 0.1),
         ]  # fmt: skip
+        if self.whole is not None:
+            usual.append((self.grow, 0.1))
         while not self.ledger.table.finished:
             self.events += 1
             assert self.events <= max_events, "the job does not come to its end"
@@ -360,7 +392,8 @@ class Simulation:
         status = self.ledger.table.status()
         done = status.states["trained"] + status.states["durable"] + status.states["dropped"]
         if self.params.max_steps is None:
-            assert done == self.params.total_positions, "a position was neither trained nor dropped"
+            table = self.ledger.table
+            assert (done, table.unleased) == (table.frontier, False), "a position was neither trained nor dropped"
 
 
 def _staleness(steps: list[Step]) -> dict[int, int]:

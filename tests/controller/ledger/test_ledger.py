@@ -15,6 +15,7 @@ from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
 from controller.ledger.values import LedgerParams
 from schema.wire.messages import ErrorCode
+from schema.wire.mixture import OtherSourcesError
 from schema.wire.sample import MOST_REWARDS
 from tests.controller.drivers import make_header
 from tests.support.ledger import StoredLedger
@@ -523,6 +524,27 @@ def test_a_snapshot_alone_resumes_the_job() -> None:
     status = resumed.table.status()
     assert (status.created, status.states["durable"], status.states["waiting"]) == (4, 2, 2)
     assert [group.id for group in lease(resumed, 4, version=1)] == ["e0-p2", "e0-p3", "e0-p4", "e0-p5"]
+
+
+def test_a_job_goes_on_with_rows_that_came_later() -> None:
+    ledger, stored = make(n_positions=4, keep_payloads=True), StoredLedger()
+    groups = lease(ledger, 4)
+    fill_each(ledger, groups[:2])
+    train(ledger)
+    stored.write(ledger)
+    snapshot = ledger.snapshot(1)
+    longer = replace(ledger.params, n_positions=9, grown=(2, 4))
+    resumed = Ledger(GroupTable(longer))
+    resumed.begin_from(snapshot)
+    for goes_on in (resumed, stored.restore(longer)):
+        assert {group.id for group in lease(goes_on, 9, version=1)} >= {"e0-p4", "e0-p5"}
+    with pytest.raises(ApiError, match="4 prepared rows, this job has 9"):
+        make(n_positions=9, grown=(2,)).begin_from(snapshot)
+    with pytest.raises(ApiError, match="4 prepared rows, this job has 9"):
+        Ledger(GroupTable(longer)).begin_from(snapshot.model_copy(update={"frontier": 5}))
+    stored.header["frontier"] = 5
+    with pytest.raises(OtherSourcesError, match="its first pass over 4 rows is over"):
+        stored.restore(longer)
 
 
 def test_on_policy_a_hung_group_is_a_straggler_too() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from controller.errors import ApiError
 from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
+from controller.ledger.pass_orders import PassRule
 from controller.ledger.reconcile import (
     MOST_BEGINNINGS,
     Claim,
@@ -32,9 +33,11 @@ from controller.ledger.values import LedgerParams
 from controller.state.publications import Publications
 from schema.wire.batch import StepTable
 from schema.wire.messages import ErrorCode, HeldLease, LedgerSnapshot
+from schema.wire.mixture import Source
 from schema.wire.weights import Publication
 from tests.controller.drivers import make_header
 from tests.controller.ledger.lost_history import World
+from tests.controller.ledger.test_simulation import pass_rules
 from tests.support.effort import examples
 from tests.support.ledger import schedulable
 
@@ -184,6 +187,12 @@ def jobs(draw: st.DrawFn) -> LedgerParams:
         "filter_metrics": draw(st.sampled_from([(), ("r",)])), "keep_payloads": True,
         "keep_recent": draw(st.sampled_from([2, 512])),
     }  # fmt: skip
+    if draw(st.booleans()):
+        rows = draw(st.lists(st.integers(1, 9), min_size=2, max_size=3))
+        sources = tuple(Source(f"s{k}", n, draw(st.sampled_from([0.2, 1.0]))) for k, n in enumerate(rows))
+        fields |= {"sources": sources, "n_positions": sum(rows)}
+    if draw(st.booleans()):
+        fields |= {"by_results": draw(pass_rules), "data_passes": 2}
     return LedgerParams(**fields)
 
 
@@ -201,6 +210,8 @@ def test_a_long_job_that_loses_its_history_all_the_time(seed: int) -> None:
     params = LedgerParams(
         groups_per_step=3, n_samples=2, staleness_bound=seed % 3, n_positions=40, max_attempts=50,
         filter_metrics=("r",), keep_payloads=True, keep_recent=8,
+        sources=(Source("a", 30, 0.6), Source("b", 10, 0.4)) if seed == 159 else (),
+        by_results=PassRule("uncertain_first", 1, 1, 1.0, 7, True) if seed == 159 else None,
     )  # fmt: skip
     world = World(seed, params, 3)
     world.run(chaos=1.0)

@@ -333,7 +333,7 @@ class World:
         status = table.status()
         kept = status.states["trained"] + status.states["durable"]
         assert kept == len(trained), f"{len(trained)} groups in the weights, {kept} in the ledger"
-        assert kept + status.states["dropped"] == table.params.total_positions == status.created
+        assert kept + status.states["dropped"] == table.mixture.limit == status.created
         assert table.committed == len(self.weights)
 
     # ---- the run ------------------------------------------------------------------------------------------

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from controller.client import calls as api
+from schema.config import Config
 from schema.wire.messages import LeaseReply, LeaseStatus, Phase
+from schema.wire.prompts import write_prompts
 from tests.controller.conftest import PATIENT, Stage
 from tests.controller.drivers import Rollout, train_step
 from tests.support.controller import make_config
+from tests.support.served import served_controller
 
 EVERY_4 = {"enable": True, "freq": 4, "before": True}
 
@@ -57,6 +60,38 @@ def test_a_round_becomes_a_record_and_outlives_the_controller(stage: Stage) -> N
     assert status.validation == record
     assert kinds(rollout.lease()) == {"train"}
     assert stage.client(served).send(api.ledger()).created == 1
+
+
+def test_a_supervised_job_leases_the_last_turns_of_held_out_conversations(stage: Stage) -> None:
+    validation = {**EVERY_4, "generate": True, "reward_function": "boxed_math", "freq": 2}
+    train = {"train_policy": {"type": "sft"}, "train_batch_per_replica": 5, "max_num_steps": 2}
+    config = Config.model_validate({"train": train, "validation": validation, "controller": PATIENT})
+    run_dir = stage.run_dir(config, 12, 3)
+    masks = [[0, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1], [0, 1]]
+    ids = [[10 * (i + 1) + k for k in range(len(mask))] for i, mask in enumerate(masks)]
+    rows = [{"prompt": f"validation {i}", "answer": str(i)} for i in range(3)]
+    write_prompts(run_dir / "data" / "validation.safetensors", ids, rows, masks)
+    served = stage.stack.enter_context(served_controller(run_dir, stage.valkey.url))
+    trainer, rollout, user = stage.trainer(served), stage.rollout(served), stage.client(served)
+    assert trainer.register().mode == "sft"
+    trainer.publish(0)
+    rollout.register()
+    reply = rollout.lease(9)
+    assert [group.prompt_token_ids for group in reply.groups] == [[10, 11, 12, 13, 14], [20, 21], [30]]
+    assert reply.groups[0].row == rows[0]
+    rollout.finish(reply.groups)
+    assert rollout.lease().reason == "supervised training asks for answers in validations alone"
+    assert not trainer.commit(0, loss=1.0).publish
+    assert trainer.commit(1, loss=1.0).publish
+    trainer.publish(2)
+    trainer.leave("finished")
+    assert user.send(api.job()).phase is Phase.FINISHING
+    rollout.update()
+    served.restart()
+    rollout.finish(rollout.lease(9).groups)
+    assert user.send(api.job()).phase is Phase.FINISHED
+    assert [record.version for record in user.send(api.validations())] == [0, 2]
+    assert user.send(api.ledger()).created == 0
 
 
 def test_the_job_ends_after_the_validation_of_the_final_weights(stage: Stage) -> None:
@@ -124,3 +159,22 @@ def test_leased_groups_carry_prompt_row_and_seeds(stage: Stage) -> None:
     assert group.row == {"prompt": "train 0", "answer": "0"}
     assert len(set(group.seeds)) == 2
     assert (group.kind, group.attempt, group.deadline) == ("train", 1, 1)
+
+
+def test_a_job_that_only_validates_ends_with_the_round_and_a_start_that_goes_on_keeps_it(stage: Stage) -> None:
+    config = make_config(controller=PATIENT, validation={**EVERY_4, "only": True})
+    served, trainer, rollout = stage.at_work(config)
+    user = stage.client(served)
+    assert (user.send(api.job()).phase, user.send(api.job()).total_steps) == (Phase.VALIDATING, 0)
+    rollout.finish(rollout.lease(2).groups)
+    trainer.leave("finished")  # what publishes the model has nothing else to do
+    served.stop()
+    served.restart()
+    assert trainer.register(None).publication is not None
+    (last,) = rollout.lease(8).groups
+    assert user.send(api.job()).phase is Phase.VALIDATING
+    rollout.finish([last])
+    assert rollout.lease().status is LeaseStatus.THROTTLED
+    trainer.leave("finished")
+    assert user.send(api.job()).phase is Phase.FINISHED
+    assert [record.version for record in user.send(api.validations())] == [0]

@@ -4,10 +4,14 @@ import random
 
 import pytest
 
-from controller.state.validation import MAX_RESTARTS, Validation, ValidationGroup, ValidationParams
-from schema.wire.messages import ErrorCode
+from controller.state.validation.group import ValidationGroup, ValidationParams
+from controller.state.validation.rounds import MAX_RESTARTS, Validation
+from launcher.trackers.follow import validation_metrics
+from schema.scores.summary import estimates_of
+from schema.wire.messages import ErrorCode, ValidationRecord
 from schema.wire.sample import SampleHeader
 from tests.controller.drivers import make_header
+from tests.support.metric_names import NEXT, undocumented
 
 PARAMS = ValidationParams(n_rows=4, n_samples=2, freq=5, before=True, max_replicas=1, lease_timeout=10.0)
 
@@ -38,6 +42,29 @@ def finish(validation: Validation, groups: list[ValidationGroup], version: int, 
             header = make_header(index, version, **changes)  # type: ignore[arg-type]
             outcome = validation.push(name, lease_id, index, header, 1.0)
             assert outcome.accepted, outcome
+
+
+def test_a_loss_and_scores_of_a_version_are_one_record() -> None:
+    """In supervised training that generates; whichever comes first, and each counts once."""
+
+    def loss(version: int, value: float) -> ValidationRecord:
+        return ValidationRecord(
+            version=version, at=1.0, samples=7, loss=value, accuracy=0.5, response_tokens_mean=9.0
+        )
+
+    validation = make(freq=2)
+    for version in (0, 2):
+        if version:
+            validation.record(loss(version, 3.0))
+        validation.published(version, final=version == 2)
+        assert validation.due == version, "a loss alone is no answer"
+        finish(validation, lease(validation, version), version)
+        validation.record(loss(version, 3.0))
+        validation.record(loss(version, 4.0))
+    records = [(record.loss, record.samples, record.score_mean) for record in validation.records.values()]
+    assert records == [(3.0, 8, 0.5)] * 2
+    restored = Validation.restore(PARAMS, {name: validation.row(name) for name in validation.take_changes()[0]})
+    assert restored.records == validation.records
 
 
 @pytest.mark.parametrize(("before", "due"), [(True, 0), (False, None)])
@@ -157,6 +184,57 @@ def test_a_failed_reward_counts_as_an_error_and_not_as_zero() -> None:
     record = validation.records[0]
     assert (record.samples, record.errors, record.score_mean) == (2, 2, 1.0)
     assert record.rewards_mean == {"right": 1.0}
+
+
+def test_a_round_reports_estimates_by_source() -> None:
+    """Two samples to each of four prompts: `pass_score` and extracted answers decide what passes and who votes."""
+    validation = begun(0, pass_score=0.5)
+    for group, source, scores in zip(
+        lease(validation, 0), ("math", "math", "code", ""), ((0.5, 0.0), (0.0, 0.0), (1.0, 1.0), (1.0, None)),
+        strict=True,
+    ):  # fmt: skip
+        for index, score in enumerate(scores):
+            header = make_header(index, 0, score=score, error=None if score is not None else "timeout")
+            header = header.model_copy(update={"source": source, "answer": str(index) if source == "math" else None})
+            name = validation.group_name(group)
+            assert validation.push(name, group.lease_id or "", index, header, 1.0).accepted
+    record = ValidationRecord.model_validate_json(validation.records[0].model_dump_json())
+    assert record == validation.records[0]
+    assert record.scores is not None
+    assert record.sources.keys() == {"math", "code"}
+    values = {name: (e.value, e.prompts) for name, e in estimates_of(record.scores).items()}
+    assert values == {
+        "mean@2": (0.5625, 4), "maj@2": (0.5625, 4), "pass@1": (0.625, 4), "pass@2": (2 / 3, 3), "best@2": (0.625, 4)
+    }  # fmt: skip
+    assert (record.scores.errors, record.errors) == (1, 1)
+    assert record.sources["code"].majority is None
+    metrics = validation_metrics(record)
+    assert metrics["validation/source/math/pass@2"] == 0.5
+    assert undocumented(metrics, NEXT) == set()
+
+
+def test_each_set_has_samples_a_passing_score_and_estimates_of_its_own() -> None:
+    sets = {"labels": ("a", "b", "a", "b"), "samples": {"a": 1, "b": 3}, "pass_scores": {"a": 1.0, "b": 0.5}}
+    validation = begun(0, **sets)
+    assert len(validation.samples_of(1)) == 8
+    groups = lease(validation, 0)
+    assert validation.n_samples == 8
+    for group, source, scores in zip(groups, ("b", "x", "", "x"), ((0.75,), (0.75, 0.0, 0.0), (1.0,), (0.0,) * 3),
+        strict=True,
+    ):  # fmt: skip
+        name, lease_id = validation.group_name(group), group.lease_id or ""
+        for index, score in enumerate(scores):
+            header = make_header(index, 0, score=score).model_copy(update={"source": source})
+            assert validation.push(name, lease_id, index, header, 1.0).accepted
+        assert validation.push(name, lease_id, len(scores), make_header(len(scores), 0), 1.0).code
+    record = validation.records[0]
+    assert record.sources.keys() == {"a", "b", "x"}, "the rows of `a` that call themselves `b` are none of set `b`"
+    assert record.sources["b"] == record.sources["x"]
+    metrics = validation_metrics(record)
+    assert metrics["validation/source/a/mean@1"] == 0.875
+    assert metrics["validation/source/a/pass@1"] == 0.5
+    assert metrics["validation/source/b/pass@3"] == 0.5
+    assert metrics["validation/mean@3"] == pytest.approx(0.5)
 
 
 def test_without_any_score_there_is_no_mean() -> None:

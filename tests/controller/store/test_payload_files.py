@@ -66,6 +66,7 @@ def test_a_damaged_missing_or_unexpected_file_is_an_error(tmp_path: Path) -> Non
 )  # fmt: skip
 def test_no_stub_points_outside_of_the_directory(tmp_path: Path, name: str) -> None:
     assert FileName.parse(name) is None
+    assert FileName.parse("e0-p17-s2.lease.3") == FileName("e0-p17-s2", "lease", 3)
     text = payload_file.StubEntry(name=name, n_bytes=8, hash="0" * 32).model_dump_json()
     stub = encode_frame({}, {"sample": "{}", "file": text})
     with pytest.raises(FrameError):

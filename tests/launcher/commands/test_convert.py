@@ -38,7 +38,7 @@ def test_the_account_is_short_unless_all_of_it_is_asked_for() -> None:
     assert "implicit:" not in account
     assert "added:" not in account
     assert len(account.splitlines()) < 60
-    for heading in ("none:", "fallback:", "implicit:", "mapped:", "added:"):
+    for heading in ("none:", "implicit:", "mapped:", "added:"):
         assert f"\n{heading}\n" in full.stderr
     assert set(account.splitlines()) <= set(full.stderr.splitlines())
 
@@ -65,9 +65,11 @@ def test_what_validate_says_has_its_place_in_the_result(tmp_path: Path) -> None:
     target = tmp_path / "run.toml"
     run = convert(ROLL, "-o", target)
     assert run.returncode == 0
-    line = next(line for line in run.stderr.splitlines() if "domain_column_name: this build cannot" in line)
+    line = next(
+        line for line in run.stderr.splitlines() if "dataset.files: data/geometry_train.jsonl does not" in line
+    )
     number = int(line.split(":")[2])
-    assert target.read_text().splitlines()[number - 1].startswith("domain_column_name")
+    assert target.read_text().splitlines()[number - 1].startswith("files")
     assert "needs" in run.stderr.splitlines()[-1]
 
 

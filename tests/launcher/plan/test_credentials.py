@@ -42,6 +42,22 @@ OF_THE_LAUNCHER = (
 )
 
 
+def test_who_prepares_data_gets_what_its_addresses_need() -> None:
+    env = {**USERS, "GOOGLE_APPLICATION_CREDENTIALS": "/key.json", "AZURE_STORAGE_KEY": "k", "HADOOP_TOKEN_FILE": "t"}
+    for name, variable in (
+        ("s3://bucket/a", "AWS_SECRET_ACCESS_KEY"),
+        ("gcs://bucket/a", "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("abfss://c@account.dfs.core.windows.net/a", "AZURE_STORAGE_KEY"),
+        ("hdfs:///a", "HADOOP_TOKEN_FILE"),
+        ("a.csv", ""),
+    ):
+        config = Config.model_validate({"validation": {"dataset": {"files": [name]}}})
+        given = {role: given_to(role, config, env) for role in Role}
+        others = set(env) - set(USERS) | {"AWS_SECRET_ACCESS_KEY"}
+        assert others & set(given[Role.DATA]) == ({variable} if variable else set())
+        assert not any(others & set(given[role]) for role in Role if role is not Role.DATA)
+
+
 @pytest.mark.parametrize("store", ["", "/shared/weights", "s3://bucket/weights"])
 @pytest.mark.parametrize("role", Role)
 def test_a_role_gets_what_it_has_a_use_for(role: Role, store: str) -> None:

@@ -423,3 +423,17 @@ def test_rollouts_that_join_from_elsewhere_take_no_device():
     assert without["COSMOS_REPLICA_NAME"] == with_two["COSMOS_REPLICA_NAME"] == "rollout-7"
     assert VARIABLE not in without
     assert with_two[VARIABLE] == "2"
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_job_that_only_validates_leaves_all_gpus_to_its_engines(count: int) -> None:
+    only = {"enable": True, "only": True, "dataset": {"name": "synthetic:addition"}}
+    job = config(
+        validation=only,
+        policy={"parallelism": {"dp_shard_size": -1}},
+        rollout={"parallelism": {"n_init_replicas": 2}},
+    )
+    publisher, *engines = place(job, Machine(cores=4, gpus=gpus(count)))
+    assert (publisher.name, len(publisher.processes), publisher.devices) == ("policy-0", 1, ())
+    assert publisher.processes[0].env["CUDA_VISIBLE_DEVICES"] == ""
+    assert [engine.devices for engine in engines] == [(0,), (1,)][:count] + [(), ()][count:]

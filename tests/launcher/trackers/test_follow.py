@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.trackers.follow import Sent, TrackerFollower, validation_metrics
+from launcher.trackers.tables import AnswerTable
 from schema.wire.event_file import course
-from schema.wire.messages import Event, EventKind
+from schema.wire.messages import Event, EventKind, SourceScores
 from tests.launcher.samples import held_out_loss
 from tests.schema.wire.test_event_file import rewind, step, validation
 
@@ -37,6 +38,9 @@ class Page:
         kind = "validation" if "validation/score" in metrics else "step"
         self._rows.append((kind, step, at))
 
+    def show(self, step: int, table: AnswerTable, at: float) -> None:
+        raise AssertionError("no tables are asked for")
+
     def close(self) -> None:
         if self._board.fails:
             raise ConnectionError("away")
@@ -59,6 +63,27 @@ def test_a_held_out_loss_by_the_names_that_trackers_show() -> None:
 
 KINDS = st.sampled_from(["step", "step", "step", "rewind", "validation", "other"])
 MOMENTS = st.lists(st.tuples(KINDS, st.integers(0, 6), st.sampled_from(["", "send", "fail", "again"])), max_size=30)
+
+
+def test_scores_that_complete_a_loss_undo_nothing() -> None:
+    """Supervised training that generates: the answers of version 2 are scored when 4 has its loss."""
+
+    def held_out(id_: int, version: int, **scores: object) -> Event:
+        data = {**held_out_loss(version, 1.25).model_dump(), **scores}
+        return Event(id=id_, at=float(id_), kind=EventKind.VALIDATION, text="held out", data=data)
+
+    scored = {"score_mean": 0.5, "scores": SourceScores(prompts=1, n=1, samples=1, errors=0).model_dump()}
+    heard = [step(1, 0), step(2, 1), held_out(3, 2), step(4, 2), step(5, 3), held_out(6, 4), held_out(7, 2, **scored)]
+    for at_once in (len(heard), 3, 1):
+        board, sent = Board(), Sent()
+        for end in range(at_once, len(heard) + at_once, at_once):  # each time another process
+            follower = TrackerFollower(sent, board.open)
+            assert follower.read(heard[:end])
+            follower.send()
+        rows = [row[:2] for row in board.segments[0]]
+        assert len(rows) == 6 + (at_once < len(heard)), "four steps, two losses, one perhaps again with scores"
+        assert (rows.count(("validation", 2)), sent.segment, sent.version, sent.scored) == (1, 0, 4, 2)
+    assert [(record.version, record.is_completed) for record in course(heard).validations] == [(2, True), (4, False)]
 
 
 @given(MOMENTS)

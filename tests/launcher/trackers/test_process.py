@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 
-from schema.wire import event_file
+from schema.wire import event_file, sample_file
 from schema.wire.messages import Event
 from tests.schema.wire.test_event_file import rewind, step, validation
+from tests.schema.wire.test_sample_file import record as sample
 from tests.support.waiting import PATIENCE, until
 
 HEADER, FULL, LAST = 7, 1, 4
-CONFIG = {"logging": {"project_name": "mine", "experiment_name": "try"}, "train": {"seed": 1}}
+TABLES = {"log_validation_samples": 2, "log_training_samples": 1}
+CONFIG = {"logging": {"project_name": "mine", "experiment_name": "try", **TABLES}, "train": {"seed": 1}}
 
 
 @pytest.fixture
@@ -49,14 +51,15 @@ def add(run_dir: Path, *events: Event) -> None:
     event_file.append(event_file.path_of(run_dir), events)
 
 
-def in_tensorboard(run_dir: Path) -> dict[str, dict[int, float]]:
-    """Scalars by tag and step."""
+def in_tensorboard(run_dir: Path) -> dict[str, dict[int, Any]]:
+    """Scalars and tables by tag and step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
 
     found = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0})
     found.Reload()
     return {
-        tag: {event.step: float(event.tensor_proto.float_val[0]) for event in found.Tensors(tag)}
+        tag: {event.step: make_ndarray(event.tensor_proto)[()] for event in found.Tensors(tag)}
         for tag in found.Tags()["tensors"]
     }
 
@@ -99,6 +102,8 @@ def records(data: bytes) -> Iterator[bytes]:
 
 
 def test_tensorboard_and_wandb_have_the_course_of_the_run(run_dir: Path) -> None:
+    said = [sample(1, rewards={"length": 2.0}), sample(0, kind="validation", group="v1-p0", score=None)]
+    sample_file.Writer(sample_file.folder_of(run_dir), 10**6).append(said)
     add(run_dir, validation(1, 0), step(2, 0, loss=0.5), step(3, 1, loss=0.25))
     first = feeding(run_dir, "tensorboard", "wandb")
     states = [run_dir / "trackers" / f"{name}.json" for name in ("tensorboard", "wandb")]
@@ -118,8 +123,14 @@ def test_tensorboard_and_wandb_have_the_course_of_the_run(run_dir: Path) -> None
     tensorboard = in_tensorboard(run_dir)
     assert tensorboard["loss"] == losses
     assert tensorboard["validation/score"] == {0: 0.5}
+    columns, row = tensorboard["train/samples"][1]
+    values = dict(zip(columns.tolist(), row.tolist(), strict=True))
+    assert (values[b"answer"], values[b"reward/length"]) == (b"    answer 1", b"    2.0")
+    assert tensorboard["validation/samples"][0][1:, -1].tolist() == [b"    ValueError: no"]
     rows = [(run_id, row["step"], row["loss"]) for run_id, row in in_wandb(run_dir) if "loss" in row]
     assert rows[:2] == [("run-1", 0, 0.5), ("run-1", 1, 0.25)]
+    tables = [(run, row["step"]) for run, row in in_wandb(run_dir) if "train/samples/_type" in row]
+    assert tables == [("run-1", 1), ("run-1-1", 1)], "a run that begins anew gets the tables of steps that count"
     anew = [(run, at, loss) for run, at, loss in rows if run != "run-1"]
     assert anew == [("run-1-1", at, loss) for at, loss in losses.items()]
 

@@ -161,6 +161,27 @@ def test_other_rows_are_refused(field: str):
         check_data(saved, saved.model_copy(update={field: getattr(saved, field) + 1}))
 
 
+def test_rows_that_come_later_are_taken():
+    saved = DataFacts(rows=32, seed=1, shuffle=True, batch=8, position=32)
+    now = saved.model_copy(update={"rows": 48, "grown": (16, 32)})
+    check_data(saved, now)
+    for update in ({"position": 40}, {"rows": 24}, {"seed": 2}):
+        with pytest.raises(CheckpointError, match="the position in the data would be another"):
+            check_data(saved.model_copy(update=update), now)
+    assert "grown" not in now.model_dump()
+
+
+def test_a_checkpoint_of_a_trainer_that_knew_the_early_rows_alone_is_taken():
+    saved = DataFacts(rows=32, seed=1, shuffle=True, batch=8, position=400)
+    now = saved.model_copy(update={"rows": 1000, "early": 32})
+    check_data(saved, now)
+    check_data(now, now)
+    for update in ({"early": 40}, {"early": 0}):
+        with pytest.raises(CheckpointError, match="the position in the data would be another"):
+            check_data(saved, now.model_copy(update=update))
+    assert not {"early", "unfinished"} & now.model_dump().keys()
+
+
 def test_ranks_share_the_files():
     files = {f"f{n}": FileFacts(bytes=n * 100, hash="") for n in range(7)}
     shares = [share_of(files, rank, 3) for rank in range(3)]

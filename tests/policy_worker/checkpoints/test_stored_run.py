@@ -70,6 +70,13 @@ def redis_url(run_dir: Path, valkey: ValkeyServer) -> str:
     return valkey.url
 
 
+def recorded_part(answer: Any, recorded: Any) -> Any:
+    """`answer` without the fields that the stored run's code did not know."""
+    if isinstance(answer, dict) and isinstance(recorded, dict):
+        return {name: recorded_part(answer[name], field) for name, field in recorded.items() if name in answer}
+    return answer
+
+
 def resume(run_dir: Path, group: RankGroup) -> tuple[Trainer, Manifest]:
     config = Config.model_validate_json((run_dir / "config.json").read_bytes())
     resumption = choose(group, config, run_dir)
@@ -120,7 +127,9 @@ def test_a_controller_takes_over_its_records(run_dir: Path, recorded: dict[str, 
         with served.client() as client:
             answers = answers_of(client)
         sample = decode_sample(served.run(served.controller.samples.sample("e0-p6", 3)))
-    assert answers == {name: answer for name, answer in recorded.items() if name != "tensors"}
+    del recorded["tensors"]
+    assert recorded_part(answers, recorded) == recorded
+    assert answers["ledger"]["sources"] == [], "a job of one source"
     assert (sample.header.index, sample.header.newest_version, sample.header.score) == (3, 2, 0.0)
     assert sample.token_ids.tolist() == [1, 2, 9, 14, 25, 31, 40, 43, 37, 8]
 

@@ -172,7 +172,9 @@ def test_a_parameter_that_does_not_take_what_is_written_is_named() -> None:
     for name, last in (("good", 19_999), ("bad", 19_998)):
         positions = torch.arange(20_000)
         positions[-1] = last
-        changes.append(TensorChange(name, torch.bfloat16, (20_000,), positions, torch.randn(20_000).bfloat16()))
+        values = torch.randn(20_000).bfloat16()
+        values[-1] = values[-2] + 1.0  # another one, which two drawn ones may not be
+        changes.append(TensorChange(name, torch.bfloat16, (20_000,), positions, values))
     patch = WeightMap(published, places).patch(changes)
     assert patch.apply() == ["bad does not hold the elements that were written"]
     assert bits(targets["good"]) == bits(changes[0].values)

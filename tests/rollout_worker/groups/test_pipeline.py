@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rollout_worker.groups.leasing import Leasing
+from rollout_worker.groups.local_rows import LocalRows
 from rollout_worker.groups.pipeline import GenerationPipeline
 from rollout_worker.groups.pushing import Pusher, failed
 from rollout_worker.lease_table import LeaseTable
@@ -42,7 +43,7 @@ def pushed(result: RewardResult, text: Any = "text", groups: int = 0) -> tuple[S
 
     async def work() -> tuple[SampleHeader, SampleText | None]:
         weights = WeightFollower(settings.weight_sync, nothing, nothing, nothing, held, Metrics())  # type: ignore[arg-type]
-        leasing = Leasing(settings, nothing, nothing, held, weights, nothing, nothing, Metrics())  # type: ignore[arg-type]
+        leasing = Leasing(settings, nothing, nothing, held, weights, nothing, nothing, Metrics(), LocalRows({}))  # type: ignore[arg-type]
         pusher = Pusher(nothing, held, 1 << 20)  # type: ignore[arg-type]
         generating = GenerationPipeline(settings, nothing, Letters(), held, leasing, nothing, pusher)  # type: ignore[arg-type]
         group = held.add(lease(group_id="e0-p0"))
@@ -111,7 +112,7 @@ def test_the_greedy_sample_shares_the_request_of_its_group(
     held, nothing = LeaseTable(), None
     weights = WeightFollower(settings.weight_sync, nothing, nothing, nothing, held, Metrics())  # type: ignore[arg-type]
     engine = SimpleNamespace(max_model_len=64)
-    leasing = Leasing(settings, nothing, engine, held, weights, nothing, nothing, Metrics())  # type: ignore[arg-type]
+    leasing = Leasing(settings, nothing, engine, held, weights, nothing, nothing, Metrics(), LocalRows({}))  # type: ignore[arg-type]
     group = held.add(lease(n=4, greedy=3, done=done))
     assert group is not None
     requests = leasing._requests(group)

@@ -17,6 +17,7 @@ import pytest
 import requests
 import urllib3
 
+from rollout_worker.rewards.functions import BUILTIN
 from rollout_worker.rewards.process import is_outage, score
 
 
@@ -128,6 +129,43 @@ def test_where_in_the_answer_a_reward_was_earned(value: object, parts: Any, word
     reply = score("text", {}, {"f": lambda completion, row: value}, print)
     assert (reply["parts"].get("f"), reply["rewards"]) == (parts, {} if words else {"f": 1.0})
     assert words in (reply["error"] or "")
+
+
+@pytest.mark.parametrize(
+    ("value", "answer", "words"),
+    [
+        (1.0, None, ""),
+        ({"score": 1.0, "answer": " 4\n2 "}, "4 2", ""),
+        ({"score": 1.0, "acc": True, "pred": 42}, "42", ""),
+        ({"score": 1.0}, None, ""),
+        ({"reward": 1.0}, None, 'has no "score"'),
+        ((1.0, {"answer": "42"}), "42", ""),
+        ((1.0, {0: 0.5, "pred": "\x07x"}), "␇x", ""),
+    ],
+)
+def test_the_extracted_answer_of_a_function_of_ones_own(value: object, answer: str | None, words: str) -> None:
+    reply = score("text", {}, {"f": lambda completion, row: value}, print)
+    assert (reply["answer"], reply["rewards"]) == (answer, {} if words else {"f": 1.0})
+    assert words in (reply["error"] or "")
+    assert reply["parts"].get("f") == ([(0, 0.5)] if isinstance(value, tuple) and 0 in value[1] else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "completion", "row", "answer"),
+    [
+        ("gsm8k", "so #### 1,200", {"answer": "7"}, "1,200"),
+        ("single_choice", "The answer is (b).", {"answer": "A"}, "B"),
+        ("boxed_math", r"\boxed{1/2} \boxed{ x + 1 }", {"answer": "x+1"}, "x + 1"),
+        ("boxed_math", "none", {"answer": "1"}, None),
+        ("format", r"<think>a</think>\boxed{3}", {}, None),
+        ("by_source", "#### 3", {"answer": "3", "data_source": "openai/gsm8k"}, "3"),
+    ],
+)
+def test_the_extracted_answer_of_a_built_in_function(
+    name: str, completion: str, row: dict[str, Any], answer: str | None
+) -> None:
+    others = {"format": BUILTIN["format"], name: BUILTIN[name]}
+    assert score(completion, row, others, lambda name: None)["answer"] == answer
 
 
 def test_each_function_has_a_row_of_its_own() -> None:

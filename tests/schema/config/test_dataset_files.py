@@ -10,6 +10,7 @@ import pytest
 
 from schema.config.data_files import UnreadableDataError
 from schema.config.dataset_files import choose, files_of
+from schema.config.paths import DATA_FORMATS
 from schema.config.sections.dataset import DatasetConfig
 
 
@@ -62,8 +63,8 @@ def chosen(directory: Path, role: str, splits: list[str] | None = None, apart: f
         ("gsm8k.jsonl gsm8ktest.jsonl", "gsm8k.jsonl", "gsm8ktest.jsonl"),
         ("gsm.jsonl gsm_testmini.jsonl validate.jsonl", "gsm.jsonl", "validate.jsonl"),
         ("train-eval.jsonl val.jsonl", "error: {}: no file of a train split can be read", "val.jsonl"),
-        ("train.jsonl.gz test.jsonl", "error: {}: no file of a train split can be read", "test.jsonl"),
-        ("train.csv data.jsonl", "error: {}: no file of a train split can be read", "data.jsonl"),
+        ("train.jsonl.lz4 test.jsonl", "error: {}: no file of a train split can be read", "test.jsonl"),
+        ("train.xlsx data.jsonl", "error: {}: no file of a train split can be read", "data.jsonl"),
         ("train.jsonl->gone test.jsonl", "error: {}: no file of a train split can be read", "test.jsonl"),
         ("train.jsonl->all.jsonl all.jsonl", "all.jsonl", "all.jsonl"),
         ("train.jsonl->x/all.jsonl test.jsonl->x/all.jsonl x/all.jsonl y.jsonl",
@@ -72,9 +73,9 @@ def chosen(directory: Path, role: str, splits: list[str] | None = None, apart: f
         ("dev.jsonl test.jsonl", "error: {} has no file of a train split, and the splits dev, test", "dev.jsonl"),
         ("train_test.jsonl", "error: {}: no file of a train split can be", "error: {}: no file of a test split can"),
         ("a.jsonl a.parquet b.json b.jsonl test.json test.arrow", "a.parquet b.jsonl", "test.json"),
-        ("a.jsonl test.jsonl.gz", "a.jsonl", "error: {}: no file of a test split can be read"),
+        ("a.jsonl test.jsonl.lz4", "a.jsonl", "error: {}: no file of a test split can be read"),
         ("a.jsonl .cache/train.jsonl _tmp/train.jsonl dataset_infos.json", "a.jsonl", "a.jsonl"),
-        ("a.csv b.jsonl.zst", "error: {} holds no data file", "error: {} holds no data file"),
+        ("a.xlsx b.jsonl.7z", "error: {} holds no data file", "error: {} holds no data file"),
         ("real/a.jsonl linked->real real/up->real", "linked/a.jsonl", "linked/a.jsonl"),
         ("a/train.jsonl a/x->b b/y->a", "a/train.jsonl", "a/train.jsonl"),
         ("a.jsonl b/c.jsonl test->b", "a.jsonl", "b/c.jsonl"),
@@ -147,7 +148,7 @@ def test_validation_leaves_out_files_that_training_names(
 
 
 def test_why_a_file_is_not_read(tmp_path: Path) -> None:
-    names = "train.jsonl a.jsonl test.jsonl train_dev.jsonl b.csv c.jsonl.gz .d.jsonl e.jsonl.bak f.jsonl~ part-0 "
+    names = "train.jsonl a.jsonl test.jsonl train_dev.jsonl b.txt c.jsonl.lz4 .d.jsonl e.jsonl.bak f.jsonl~ part-0 "
     make(
         tmp_path,
         names + "dataset_info.json cache-1.arrow gone.jsonl->nowhere same_train.jsonl->train.jsonl README.md",
@@ -157,10 +158,8 @@ def test_why_a_file_is_not_read(tmp_path: Path) -> None:
         "a.jsonl": "it names no split, and others do",
         "test.jsonl": "of the split test",
         "train_dev.jsonl": "its name or names tell splits of two kinds, train, validation",
-        **dict.fromkeys(
-            ("b.csv", "e.jsonl.bak", "f.jsonl~", "part-0"), "only .parquet, .jsonl, .json, .arrow can be read"
-        ),
-        "c.jsonl.gz": "compressed: unpack it",
+        **dict.fromkeys(("b.txt", "e.jsonl.bak", "f.jsonl~", "part-0"), f"only {DATA_FORMATS} can be read"),
+        "c.jsonl.lz4": "compressed: unpack it",
         ".d.jsonl": "hidden: a part of its path begins with . or _",
         "dataset_info.json": "it describes a dataset",
         "cache-1.arrow": "a cache of `datasets`",
@@ -226,7 +225,7 @@ ONE = "- config_name: {}\n  data_files: {}\n"
         ("a.jsonl b.jsonl", ONE.format("a", "a.jsonl") + ONE.format("b", "b.jsonl") + "  default: true\n",
          "b.jsonl", "b.jsonl"),
         ("d/a.jsonl a.jsonl", ONE.format("x", "a.jsonl") + "  data_dir: d\n", "d/a.jsonl", "d/a.jsonl"),
-        ("a.csv test.jsonl", ONE.format("x", "[{split: train, path: a.csv}, {split: test, path: test.jsonl}]"),
+        ("a.xlsx test.jsonl", ONE.format("x", "[{split: train, path: a.xlsx}, {split: test, path: test.jsonl}]"),
          "error: {}: no file of the split train can be read", "test.jsonl"),
         ("train.jsonl b.jsonl", "- config_name: x", "train.jsonl", "b.jsonl"),
         ("train.jsonl b.jsonl", "- [", "train.jsonl", "b.jsonl"),

@@ -109,8 +109,9 @@ def test_long_texts_are_cut_in_the_middle(text: str, length: int) -> None:
 
 @given(st.integers(1, 64), st.integers(0, 80), st.integers(0, 1000))
 def test_as_many_groups_of_each_step_are_chosen_as_wanted(per_step: int, wanted: int, first: int) -> None:
-    chosen = [sample_file.is_chosen(f"e0-p{first + at}", per_step, wanted) for at in range(per_step)]
-    assert sum(chosen) == min(per_step, wanted)
+    for source in ("", "-s3"):
+        chosen = [sample_file.is_chosen(f"e0-p{first + at}{source}", per_step, wanted) for at in range(per_step)]
+        assert sum(chosen) == min(per_step, wanted)
 
 
 def test_a_validation_is_not_chosen() -> None:

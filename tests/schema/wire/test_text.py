@@ -34,9 +34,10 @@ FROM_CONTROLLER = {
     "Problem", "CommitReply", "CheckpointReply", "RegisterReply", "HeartbeatReply", "DrainReply", "LeaseReply",
     "LeasedGroup", "PushResult", "PushReply", "ReleaseReply", "ReplicaInfo", "StepRecord", "ValidationRecord",
     "Alarm", "RewardStatus", "LedgerStatus", "JobStatus", "PublishReply", "ReplicaUpdate", "PublicationInfo",
+    "SourceStatus", "RowsFile",
     "WeightsStatus", "DeclareReply", "DeclaredLeases", "ShownRun", "SessionReply", "Overview", "Curve", "Curves",
     "Span", "Lane", "Mark", "Fault", "Timeline", "LogFile", "LogText", "KeptSamples",
-    "MemberReply", "MemberStatus", "MembersStatus",
+    "MemberReply", "MemberStatus", "MembersStatus", "Estimate", "SourceScores",
 }  # fmt: skip
 """What nobody but the controller sends; it may quote others, which outputs make visible."""
 PROSE = {

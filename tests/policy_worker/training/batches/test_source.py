@@ -35,6 +35,7 @@ def table(group_ids: list[str], oldest: list[int], newest: list[int]) -> StepTab
     ("group_ids", "said"),
     [
         (["e0-p28", "e0-p29", "e0-p30", "e0-p33"], "e0-p28..30 e0-p33"),
+        (["e0-p3", "e0-p3-s1", "e0-p4-s1", "e0-p4-s2"], "e0-p3 e0-p3..4-s1 e0-p4-s2"),
         (["e0-p99", "e1-p100", "e1-p0", "e1-p1"], "e0-p99 e1-p100 e1-p0..1"),
     ],
 )

@@ -335,7 +335,7 @@ def test_values_that_follow_from_others() -> None:
     assert config.effective_seed == config.engine_seed == config.sampling_seed == 42
     assert config.engine_max_len == 4096
     assert config.train.effective_transfer_dtype == "bfloat16"
-    assert config.validation_reward_weights == {"boxed_math": 1.0}
+    assert config.validation_rewards == {"": {"boxed_math": 1.0}}
     seeded = changed(GRPO, train__seed=0, rollout__sampling_config__seed=7)
     config = Config.model_validate(seeded)
     assert (config.effective_seed, config.engine_seed, config.sampling_seed) == (0, 0, 7)

@@ -79,7 +79,7 @@ def test_deviations_and_limits_are_told() -> None:
             assert row.missing in info.limits
     assert all(info.limits for info in INFOS if not info.acts)
     assert only("train.optm_name").taken == ()
-    assert only("train.train_policy.enable_dataset_cache").taken == ("false",)
+    assert only("rollout.multi_turn_config.enable").taken == ("false",)
     assert only("train.optm_lr").taken == ()
 
 

@@ -115,6 +115,10 @@ FAULTS = {
             *("9 steps", f"{PROFILE}.warmup_steps = 1", "train.max_num_steps = 10"),
         )
     ],
+    "tables_have_samples": [
+        ({"logging.log_training_samples": 40}, "logging.sample_groups = 2", "rollout.n_generation = 16"),
+        ({"logging.log_training_samples": 1, "logging.sample_groups": 0, "logging.logger": ["wandb"]},),
+    ],
     "profilers_share_a_gpu": [
         ({"profiler.enable_nsys": True, "profiler.enable_profiler": True}, "profiler.enable_profiler = true")
     ],
@@ -457,6 +461,17 @@ FAULTS = {
             *("9", "autoscale.max_replicas = 8"),
         ),
     ],
+    "validation_alone_validates": [
+        ({"validation.only": True}, "validation.enable = false"),
+        (
+            {"validation.only": True, "validation.enable": True, "validation.before": False},
+            *("the initial weights", "validation.before = false"),
+        ),
+        (
+            {"validation.only": True, "validation.enable": True, f"{M}.n_init_replicas": 2},
+            *("from one process", f"{M}.n_init_replicas = 2"),
+        ),
+    ],
     "reward_model_is_named": [
         ({"reward_model.enable": True}, *("reward_model.model_name_or_path", "reward_model.custom_class"))
     ],
@@ -573,6 +588,7 @@ FAULTS = {
         ({f"{R}.ep_size": 2, f"{R}.tp_size": 4}, "2 is not possible", f"{R}.tp_size = 4"),
     ],
 }
+GENERATES = {"validation.enable": True, "validation.generate": True}
 SUPERVISED = {
     "critic_agrees": [({"critic.enable": True}, f'{P}.type = "sft"')],
     "reference_is_used": [({"reference.offload": True}, f'{P}.type = "sft"')],
@@ -581,8 +597,38 @@ SUPERVISED = {
     ],
     "autoscaling_has_room": [({"autoscale.enable": True}, '"sft"')],
     "reward_model_is_named": [({"reward_model.enable": True}, '"sft"')],
+    "answers_have_a_validation": [({"validation.generate": True}, "validation.enable = false")],
+    "answers_are_scored": [({"validation.reward_function": {}} | GENERATES, "validation.generate = true")],
+    role.generated_prompts_are_whole: [
+        ({"validation.dataset.overlong_prompts": "left", "validation.dataset.name": "x.jsonl"} | GENERATES, '"left"'),
+        ({f"{P}.dataset.overlong_prompts": "right"} | GENERATES, '"right"'),
+    ],
 }
+SET = "validation.dataset.part[0]"
+
+
+def validated(_enable: bool = True, **keys: Any) -> dict[str, Any]:
+    """Validation of one set with these keys."""
+    part = [{"name": "synthetic:addition", "source": "a", **keys}]
+    return {"validation.dataset.part": part, "validation.enable": _enable}
+
+
 NOT_WRITTEN = [
+    Case(
+        role.sets_are_drawn_as_written,
+        validated(temperature=0.6),
+        f"{SET}.temperature",
+        ("0.6", "validation.top_k = 1"),
+    ),
+    Case(
+        role.sets_are_drawn_as_written,
+        validated(n_generation=4),
+        f"{SET}.n_generation",
+        ("4 greedy answers", "validation.temperature = 0.0"),
+    ),
+    Case(role.sets_are_drawn_as_written, validated(top_p=0.5), f"{SET}.top_p", ("validation.temperature = 0.0",)),
+    Case(batch.responses_leave_room, validated(max_response_length=4096), f"{SET}.max_response_length", ("4096",)),
+    Case("temperatures_can_be_computed", validated(temperature=0.001, top_k=-1), f"{SET}.temperature", ("0.01",)),
     Case(
         batch.responses_leave_room,
         {"rollout.max_model_len": 1024},
@@ -634,7 +680,10 @@ NOT_WRITTEN = [
 ]
 """Faults of which a key is blamed that has its default."""
 
-CASES = [*cases(FAULTS), *cases(SUPERVISED, SFT), *NOT_WRITTEN]
+SUPERVISED_SET = Case(
+    role.supervised_sets_have_no_answers, validated(n_generation=2), f"{SET}.n_generation", base=SFT
+)
+CASES = [SUPERVISED_SET, *cases(FAULTS), *cases(SUPERVISED, SFT), *NOT_WRITTEN]
 MODULES = (batch, timing, algorithm, trainable, training, ckpt, role, mesh, profiler)
 
 SOUND: list[tuple[dict[str, Any], dict[str, Any]]] = [

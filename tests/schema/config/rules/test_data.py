@@ -73,7 +73,8 @@ def test_lines_of_json_in_a_json_file() -> None:
         ("data.json", b"[" * 9999, "does not begin with a JSON object"),
         ("data.parquet", b"", "is not a readable parquet file"),
         ("data.parquet", b"PAR1 but no more", "is not a readable parquet file"),
-        ("./data.csv", b"prompt,answer\n", "is not a dataset"),
+        ("./data.csv", b"prompt,answer\n", "has no rows"),
+        ("./data.xlsx", b"PK", "is not a dataset"),
     ],
 )
 def test_data_that_cannot_be_used(name: str, content: bytes, message: str) -> None:
@@ -127,6 +128,31 @@ def test_names_on_the_hub_are_accepted(name: str) -> None:
     assert local_path(name) is None
     values = {"train__train_policy__dataset": {"name": name, "subset": "main", "revision": "abc", "split": "test"}}
     assert problems(**values) == []
+
+
+@pytest.mark.parametrize("name", ["s3://bucket/rows", "gs://bucket/a.csv", "hdfs://node:8020/rows", "abfs://rows/a"])
+def test_addresses_are_accepted_and_nothing_is_asked(name: str) -> None:
+    assert problems(**{"train__train_policy__dataset": {"name": name, "split": "test"}}) == []
+    assert problems(**{"train__train_policy__dataset": {"files": [name]}}) == []
+    assert [
+        problem.key for problem in problems(**{"train__train_policy__dataset": {"name": name, "revision": "x"}})
+    ] == [f"{P}.dataset.revision"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("s3://", "s3://bucket/path"),
+        ("s3://key:hidden@bucket/a", "AWS_ACCESS_KEY_ID"),
+        ("oss://bucket/a", "ossutil cp -r oss://bucket/a DIR"),
+        ("https://host/a.csv", "or at s3://bucket/path"),
+    ],
+)
+def test_addresses_that_are_refused(name: str, hint: str) -> None:
+    for keys in ({"name": name}, {"files": [name]}):
+        (problem,) = problems(**{"train__train_policy__dataset": keys})
+        assert hint in problem.hint
+        assert "hidden" not in str(problem)
 
 
 def test_an_existing_directory_hides_a_name_on_the_hub() -> None:
@@ -289,7 +315,7 @@ def test_reward_functions_of_the_user_are_found_without_being_run() -> None:
     assert reward({"mine.py:score": 1.0, "./mine.py:slow": 1.0, "mine.py:imported": 1.0}) == []
     (problem,) = reward("mine.py:scores")
     assert problem.hint == "did you mean `mine.py:score`?"
-    assert reward("mine.py:hidden")[0].hint == "its functions: slow, score"
+    assert reward("mine.py:hidden")[0].hint == "it defines: slow, score"
     assert "cannot be read: No such file" in reward("yours.py:score")[0].message
     Path("broken.py").write_text("def score(:\n")
     assert "is not valid Python at line 1" in reward("broken.py:score")[0].message

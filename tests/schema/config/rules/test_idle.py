@@ -21,6 +21,7 @@ VALUES: dict[str, Any] = {
     "validation.n_generation": 5,
     "validation.temperature": 0.5,
     "reward.timeout": 1.0,
+    "reward.environment": ["HOME_PAGE"],
     "critic.mu_iterations": 2,
     "teacher": [{"name": "one", "model": "Qwen/Qwen3-0.6B"}],
     "weight_sync.keep": 2,
@@ -33,12 +34,18 @@ VALUES: dict[str, Any] = {
     "controller.on_stale": "drop",
     "controller.straggler_timeout": 60.0,
     "controller.max_attempts": 2,
+    "train.local_dataset": False,
     "profiler.record_batches": 4,
+    "logging.samples_dir": "answers",
+    "logging.log_validation_samples": 4,
+    "logging.log_training_samples": 4,
 }
+ONLY_SUPERVISED = {"validation.generate": True, "validation.reference_column_name": "answer"}
 VALIDATED, SAMPLED = {"validation.enable": True}, {"validation.enable": True, "validation.temperature": 0.5}
 PENALTY = {f"{POLICY}.overlong_reward.enable_overlong_penalty": True}
 PROFILED = {"profiler.enable_profiler": True, f"{PROFILE}.do_profile": True}
 CRITIC = {"critic.enable": True, f"{POLICY}.advantage_estimator": "gae"}
+TRACKED = {"logging.logger": ["console", "tensorboard"]}
 SAVED, ONCE = {"train.ckpt.enable_checkpoint": True}, {"launcher.max_restarts": 0}
 SWITCHED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "kubernetes.scaler": ("command", {}, {"autoscale.enable": True}),
@@ -47,6 +54,7 @@ SWITCHED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "kubernetes.redis_image": ("redis:8.2", {"redis.url": "redis://named:6379"}, {}),
     "validation.freq": (5, {}, VALIDATED),
     "validation.dataset.name": ("synthetic:addition", {}, VALIDATED),
+    "logging.log_validation_samples": (4, TRACKED, TRACKED | VALIDATED),
     f"{POLICY}.overlong_reward.buffer_length": (8, {}, PENALTY),
     f"{POLICY}.overlong_reward.penalty_factor": (0.5, {}, PENALTY),
     "critic.mu_iterations": (2, {}, CRITIC),
@@ -65,6 +73,7 @@ SWITCHED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "launcher.restart_backoff_max": (90.0, ONCE, {}),
     "weight_sync.anchor_interval": (5, {"weight_sync.encoding": "full"}, {}),
     "weight_sync.collective_timeout": (5.0, {}, {"weight_sync.transport": "collective"}),
+    "logging.log_training_samples": (4, {}, TRACKED),
     f"{PROFILE}.with_stack": (True, {}, {"profiler.enable_profiler": True}),
     f"{PROFILE}.wait_steps": (5, {"profiler.enable_profiler": True}, PROFILED),
 }
@@ -94,6 +103,21 @@ def test_supervised_training_knows_the_template_and_where_answers_stop() -> None
     assert keys_belong_to_this_job(config_of(SFT, sampling | template)) == []
 
 
+@pytest.mark.parametrize("key", ["validation.generate", "validation.reference_column_name"])
+def test_reinforcement_generates_anyway(key: str) -> None:
+    (problem,) = keys_belong_to_this_job(config_of(GRPO, {key: ONLY_SUPERVISED[key]}))
+    assert problem.key == key
+    assert keys_belong_to_this_job(config_of(SFT, VALIDATED | ONLY_SUPERVISED)) == []
+
+
+def test_supervised_training_that_generates_has_keys_of_rollouts() -> None:
+    given = {key: VALUES[key] for key in ("validation.temperature", "reward.timeout", "weight_sync.keep")}
+    assert keys_belong_to_this_job(config_of(SFT, VALIDATED | ONLY_SUPERVISED | given)) == []
+    drawn = {"rollout.n_generation": 8, "rollout.sampling_config.temperature": 0.5}
+    problems = keys_belong_to_this_job(config_of(SFT, VALIDATED | ONLY_SUPERVISED | drawn))
+    assert [problem.key for problem in problems] == [*drawn]
+
+
 def test_supervised_training_has_validation_data_of_its_own() -> None:
     held_out = {"validation.dataset.name": "synthetic:addition", "validation.dataset.options": {"n": 8}}
     assert keys_belong_to_this_job(config_of(SFT, VALIDATED | held_out)) == []
@@ -120,7 +144,10 @@ def test_custom_keys_have_no_reader_in_supervised_training() -> None:
 def test_rows_name_keys_and_each_has_a_case() -> None:
     keys = {*leaf_keys(), *section_keys()}
     assert {row.key for row in (*OF_ANOTHER_JOB, *SWITCHED_OFF)} <= keys
-    for rows, cases in ((OF_ANOTHER_JOB, VALUES), (SWITCHED_OFF, {**SWITCHED, "custom": None})):
+    for rows, cases in (
+        (OF_ANOTHER_JOB, VALUES | ONLY_SUPERVISED | {"rollout.sampling_config.temperature": 0.5}),
+        (SWITCHED_OFF, {**SWITCHED, "custom": None}),
+    ):
         for row in rows:
             assert any(key == row.key or key.startswith(f"{row.key}.") for key in cases), row.key
 

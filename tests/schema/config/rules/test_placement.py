@@ -115,8 +115,14 @@ FAULTS = {
     "memory_is_divided": [({"rollout.gpu_memory_utilization": 0.95} | SHARED, "0.95", 'placement.share = "memory"')],
 }
 SUPERVISED = {
-    "roles_exist": [({R: [1], "rollout.parallelism.tp_size": 1}, "[1]", 'train.train_policy.type = "sft"')],
-    sharing_is_asked_for: [({"placement.share": "memory"}, '"memory"', '"sft"')],
+    "roles_exist": [
+        ({R: [1], "rollout.parallelism.tp_size": 1}, "[1]", 'train.train_policy.type = "sft"'),
+        ({REF: [[1]]}, "[[1]]", 'train.train_policy.type = "sft"'),
+    ],
+    sharing_is_asked_for: [
+        ({"placement.share": "memory"}, '"memory"', '"sft"'),
+        ({"placement.share": "memory", "validation.enable": True, "validation.generate": True}, '"memory"'),
+    ],
     devices_suffice: [({GPUS: 2, "policy.parallelism.dp_shard_size": 4}, "fewer than the 4", "(policy 4)")],
     no_device_is_idle: [({GPUS: 2, P: [1]}, "device 0")],
 }

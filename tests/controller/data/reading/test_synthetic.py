@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from controller.data.errors import DataError
-from controller.data.synthetic import (
+from controller.data.reading.synthetic import (
     PHRASINGS,
     AdditionOptions,
     AdditionSource,

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from controller.data.errors import DataError
+from controller.data.reading.tables import PASSED, Wanted, every
 
 PHRASINGS = ("What is {a} + {b}?", "Compute {a} + {b}.", "Add {a} and {b}.", "{a} + {b} = ?")
 SPLITS = ("train", "held_out")
@@ -91,11 +92,15 @@ class AdditionSource:
         """How an error names row i."""
         return f"{self.name}, row {i + 1}"
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def identity(self) -> list[Any]:
+        """Identify the rows by what they are made of."""
+        return [self.name, repr(self._options), self._seed]
+
+    def rows(self, wanted: Wanted = every) -> Iterator[dict[str, Any]]:
         """All rows in order."""
         options = self._options
         rng = Random(f"addition/{self._split}/{self._seed}")
-        for _ in range(options.n):
+        for i in range(options.n):
             a, b = self._pair(rng)
             prompt = PHRASINGS[rng.randrange(options.phrasings)].format(a=a, b=b)
             row: dict[str, Any] = {
@@ -106,7 +111,7 @@ class AdditionSource:
                     {"role": "user", "content": prompt},
                     {"role": "assistant", "content": demonstrate(a, b, rng)},
                 ]
-            yield row
+            yield row if wanted(i) else PASSED
 
     def _pair(self, rng: Random) -> tuple[int, int]:
         """The next operands of this split; a split in which 100,000 draws find none is refused."""

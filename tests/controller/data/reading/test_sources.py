@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from controller.data.errors import DataError
+from controller.data.reading.sources import column, open_hub, open_source, require_column
 from controller.data.rows import report_of
-from controller.data.sources import column, open_hub, open_source, require_column
 from schema.config import DatasetConfig
 from schema.config.columns import columns_of
 from tests.controller.data.conftest import write
+from tests.support.memory import peak_bytes
 
 ROWS = [{"prompt": f"question {i}", "answer": str(i), "extra": {"level": i % 3}} for i in range(5)]
 
@@ -98,7 +102,7 @@ def test_the_synthetic_dataset_by_its_splits():
         ("rows.json", "[1]", "rows.json, row 1 is not an object"),
         ("rows.json", "[{", "rows.json is not valid JSON"),
         ("rows.parquet", "text", "rows.parquet is not a readable parquet file"),
-        ("rows.csv", "a,b", "only .parquet, .jsonl, .json, .arrow can be read"),
+        ("rows.txt", "a,b", "only .parquet, .jsonl, .ndjson, .json, .arrow, .csv, .tsv"),
     ],
 )
 def test_broken_files_are_named(tmp_path: Path, name: str, text: str, message: str):
@@ -213,3 +217,17 @@ def test_a_missing_column_is_answered_with_those_that_exist(tmp_path: Path):
     require_column(source, "extra.level", "key")
     with pytest.raises(DataError, match=r"key = 'question': .* it has prompt, answer, extra"):
         require_column(source, "question", "key")
+
+
+def test_one_row_group_of_long_rows_is_read_by_pieces(tmp_path: Path) -> None:
+    """600 rows of 400 kB in pages of 20 rows: 240 MB. A page is what cannot be read by pieces."""
+    path = tmp_path / "a.parquet"
+    texts = [random.Random(n).randbytes(200_000).hex() for n in range(20)]
+    pages = [pa.array([f"{page}{text}" for text in texts]) for page in range(30)]
+    table = pa.table({"prompt": pa.chunked_array(pages)})
+    pq.write_table(table, path, row_group_size=600, use_dictionary=False)
+    code = (
+        "from pathlib import Path; from controller.data.reading.tables import read_table\n"
+        f"assert sum(len(row['prompt']) > 400_000 for row in read_table(Path({str(path)!r}), 'x')) == 600"
+    )
+    assert peak_bytes(code) - peak_bytes("import pyarrow.parquet, controller.data.reading.tables") < 80e6

@@ -1,4 +1,4 @@
-"""Datasets as streams of rows: local parquet, Arrow, JSONL and JSON files, directories of them, the hub, synthetic.
+"""Datasets as streams of rows: local files and directories of them, the hub, synthetic rows.
 
     open_source(config, role, seed) -> Source: `name`, `columns`, `len()`, `rows()`, `where(i)`
 
@@ -9,23 +9,36 @@ it says which files and splits are read, which others are not, and why.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import re
-from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from controller.data.errors import DataError
-from controller.data.synthetic import SPLITS, AdditionSource, read_options
-from controller.data.tables import BATCH, Unreadable, read_table, row_name, rows_of, table_shape
-from schema.config import DatasetConfig
+from controller.data.reading.remote import Located, located
+from controller.data.reading.synthetic import SPLITS, AdditionSource, read_options
+from controller.data.reading.tables import (
+    BATCH,
+    PASSED,
+    Unreadable,
+    Wanted,
+    every,
+    read_table,
+    row_name,
+    rows_of,
+    table_shape,
+)
+from controller.data.reading.texts import read_text, text_shape
+from schema.config import dataset_files
 from schema.config.columns import TABLES, folder_columns
 from schema.config.data_files import FileId, UnreadableDataError, file_id
-from schema.config.dataset_files import Role, choose, default_split
-from schema.config.paths import DATA_SUFFIXES
+from schema.config.dataset_files import Role, default_split
+from schema.config.paths import DATA_FORMATS, data_suffix
+from schema.config.sections.dataset import DatasetConfig, DatasetKeys
+from schema.storage.address import is_remote
 
 
 @dataclass(frozen=True)
@@ -49,16 +62,23 @@ class RowSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """All rows, each with all columns of its file; one that cannot be read is `Unreadable`."""
+    def rows(self, wanted: Wanted = every) -> Iterator[dict[str, Any]]:
+        """All rows, each with all columns of its file; one that cannot be read is `Unreadable`.
+
+        wanted: whether the row at a position (from 0) is read; `PASSED` stands in place of the others.
+        """
         ...
 
     def where(self, i: int) -> str:
         """Name the row at position i (from 0) for an error: its file or split, and its number there (from 1)."""
         ...
 
+    def identity(self) -> list[Any]:
+        """Identify the rows, as JSON: another list for other rows. It may take as long as to read the files."""
+        ...
 
-def open_source(config: DatasetConfig, role: Role, seed: int, apart: Collection[FileId] = frozenset()) -> RowSource:
+
+def open_source(config: DatasetKeys, role: Role, seed: int, apart: Collection[FileId] = frozenset()) -> RowSource:
     """Open the dataset that `config` names. Raises `DataError`; reads no rows yet (but counts JSON lines).
 
     apart: files of the other role, which are left out of a directory.
@@ -69,30 +89,51 @@ def open_source(config: DatasetConfig, role: Role, seed: int, apart: Collection[
         return _open_synthetic(config, role, seed)
     if config.options:
         raise DataError(f"dataset `{config.name}` takes no options: they belong to synthetic:addition")
-    path = Path(config.name)
+    place = located(config.name, config.cache)
+    path = place.path
     if path.is_file():
         if config.splits not in ([], ["train"]):
-            raise DataError(f"{path} is one file: it has no split {config.split!r}; leave `split` out")
-        return FileSource(path)
+            raise DataError(f"{config.name} is one file: it has no split {config.split!r}; leave `split` out")
+        return _file(place)
     if path.is_dir():
-        return _open_directory(path, config.splits, role, apart)
-    if path.suffix.lower() in DATA_SUFFIXES or config.name.startswith((".", "/", "~")):
+        return _open_directory(place, config.splits, role, apart)
+    if data_suffix(path.name) or config.name.startswith((".", "/", "~")):
         raise DataError(f"dataset file {path} does not exist")
     return open_hub(config, role)
 
 
-def _open_directory(path: Path, splits: Sequence[str], role: Role, apart: Collection[FileId]) -> RowSource:
+def files_of(dataset: DatasetConfig, role: Role) -> frozenset[FileId]:
+    """Answer what `dataset_files.files_of` does, for files at addresses too."""
+    files: set[FileId] = set()
+    for _, part in dataset.parts:
+        try:
+            names = [str(located(file, part.cache).path) for file in part.files]
+            name = str(located(part.name, part.cache).path) if is_remote(part.name) else part.name
+        except DataError:
+            continue  # opening that dataset reports it
+        files |= dataset_files.files_of(DatasetConfig(name=name, files=names, split=part.split), role)
+    return frozenset(files)
+
+
+def _file(place: Located) -> FileSource:
+    place.fetch([place.path])
+    return FileSource(place.path, place.shown(place.path))
+
+
+def _open_directory(place: Located, splits: Sequence[str], role: Role, apart: Collection[FileId]) -> RowSource:
+    path = place.path
     try:
-        choice = choose(path, splits, role, apart)
+        choice = dataset_files.choose(path, splits, role, apart)
     except UnreadableDataError as error:
-        raise _as_data_error(error) from None
+        raise DataError(place.text(str(_as_data_error(error)))) from None
     except OSError as error:
-        raise DataError(f"directory {path} cannot be read: {error}") from None
-    unread = {reason: list(map(_shown, files)) for reason, files in choice.unread.items()}
-    sources = [FileSource(file, folder_columns(path, file)) for file in choice.read]
+        raise DataError(place.text(f"directory {path} cannot be read: {error}")) from None
+    place.fetch(choice.read)
+    unread = {reason: list(map(place.shown, files)) for reason, files in choice.unread.items()}
+    sources = [FileSource(file, place.shown(file), folder_columns(path, file)) for file in choice.read]
     names = dict.fromkeys(name for source in sources for name in source.of_folders)
     remarks = [f"column `{name}`: text from names of folders, as {name}=…" for name in names]
-    return _chain(sources, Coverage(list(map(_shown, choice.read)), unread, choice.how, remarks))
+    return _chain(sources, Coverage(list(map(place.shown, choice.read)), unread, choice.how, remarks))
 
 
 def _chain(sources: Sequence[FileSource], coverage: Coverage) -> ChainedSources:
@@ -101,7 +142,7 @@ def _chain(sources: Sequence[FileSource], coverage: Coverage) -> ChainedSources:
     remarks = [f"{name} holds no row" for name in empty[:_NAMED]]
     if len(empty) > _NAMED:
         remarks.append(f"{len(empty) - _NAMED:,} more files hold no row")
-    coverage.remarks.extend([*remarks, *_missing([Path(source.name) for source in sources])])
+    coverage.remarks.extend([*remarks, *_missing([source.name for source in sources])])
     return ChainedSources(sources, coverage)
 
 
@@ -109,12 +150,13 @@ _MOST_SHARDS = 100_000
 _SHARD = re.compile(r"(.*-)([0-9]+)(-of-([0-9]+)(?![0-9]).*)")
 
 
-def _missing(paths: Sequence[Path]) -> Iterator[str]:
+def _missing(names: Sequence[str]) -> Iterator[str]:
     """A remark for each set of files of which some are missing by their names (`train-00001-of-00002.parquet`)."""
     sets: dict[tuple[str, str, int], list[str]] = {}
-    for path in paths:
-        if (match := _SHARD.fullmatch(path.name)) is not None:
-            key = str(path.parent / match[1]), match[3], int(match[4])
+    for name in names:
+        folder, slash, last = name.rpartition("/")
+        if (match := _SHARD.fullmatch(last)) is not None:
+            key = f"{folder}{slash}{match[1]}", match[3], int(match[4])
             sets.setdefault(key, []).append(match[2])
     for (start, end, total), numbers in sets.items():
         numbered = {int(number) for number in numbers}
@@ -124,34 +166,30 @@ def _missing(paths: Sequence[Path]) -> Iterator[str]:
             yield f"{len(numbered):,} of {total:,} files of a set are read: {first} is none of them"
 
 
-def _shown(path: Path) -> str:
-    """A path as text, also where its bytes are not UTF-8."""
-    return os.fsencode(path).decode(errors="replace")
-
-
 def _as_data_error(error: UnreadableDataError) -> DataError:
     return DataError(f"{error}; {error.hint}" if error.hint else str(error))
 
 
-def _open_files(config: DatasetConfig) -> RowSource:
+def _open_files(config: DatasetKeys) -> RowSource:
     if config.name or config.options or config.splits:
         raise DataError("dataset files stand alone: leave `name`, `split` and `options` out")
-    for file in config.files:
-        if not Path(file).is_file():
-            raise DataError(f"dataset file {file} does not exist, or is not a file")
+    places = [located(file, config.cache) for file in config.files]
     names: dict[FileId, list[str]] = {}
-    for file in config.files:
-        names.setdefault(file_id(Path(file)), []).append(file)
+    for file, place in zip(config.files, places, strict=True):
+        if not place.path.is_file():
+            hint = ": name a directory alone, in `name`" if place.path.is_dir() else ""
+            raise DataError(f"dataset file {file} does not exist, or is not a file{hint}")
+        names.setdefault(file_id(place.path), []).append(file)
     remarks = [
         f"{first} is read {len(others) + 1} times, as {', '.join([first, *others])}"
         for first, *others in names.values()
         if others
     ]
-    sources = [FileSource(Path(file)) for file in config.files]
+    sources = [_file(place) for place in places]
     return _chain(sources, Coverage(list(config.files), remarks=remarks))
 
 
-def _open_synthetic(config: DatasetConfig, role: Role, seed: int) -> RowSource:
+def _open_synthetic(config: DatasetKeys, role: Role, seed: int) -> RowSource:
     if config.name != "synthetic:addition":
         raise DataError(f"dataset `{config.name}` is unknown; the built-in one is synthetic:addition")
     if config.subset or config.revision:
@@ -170,21 +208,22 @@ def _open_synthetic(config: DatasetConfig, role: Role, seed: int) -> RowSource:
 
 
 class FileSource:
-    """One parquet, Arrow, JSONL or JSON file.
+    """One file of a format in `DATA_FORMATS`.
 
-    of_folders: columns that all of its rows have by its path, unless the file has a column of that name.
+    name: what people call it. of_folders: columns that all of its rows have by its path, unless the file has a
+    column of that name.
     """
 
-    def __init__(self, path: Path, of_folders: Mapping[str, str | None] | None = None) -> None:
-        self.name = _shown(path)
+    def __init__(self, path: Path, name: str, of_folders: Mapping[str, str | None] | None = None) -> None:
+        self.name = name
         self._path = path
         self._is_table = path.suffix.lower() in TABLES
         if self._is_table:
-            self.columns, self._length = table_shape(path)
-        elif path.suffix.lower() in DATA_SUFFIXES:
-            self.columns, self._length = _json_shape(path)
+            self.columns, self._length = table_shape(path, self.name)
+        elif data_suffix(path.name):
+            self.columns, self._length = text_shape(path, self.name)
         else:
-            raise DataError(f"{path}: of the files only {', '.join(DATA_SUFFIXES)} can be read")
+            raise DataError(f"{self.name}: of the files only {DATA_FORMATS} can be read")
         given = (of_folders or {}).items()
         self.of_folders = {name: value for name, value in given if name not in self.columns}
         self.columns += self.of_folders
@@ -195,78 +234,15 @@ class FileSource:
     def where(self, i: int) -> str:
         return row_name(self.name, i)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        rows = read_table(self._path) if self._is_table else _json_rows(self._path)
+    def identity(self) -> list[Any]:
+        with self._path.open("rb") as file:
+            return [self.name, self.of_folders, hashlib.file_digest(file, "sha256").hexdigest()]
+
+    def rows(self, wanted: Wanted = every) -> Iterator[dict[str, Any]]:
+        rows = (read_table if self._is_table else read_text)(self._path, self.name, wanted)
         absent = dict.fromkeys(self.columns) | self.of_folders
         for row in rows:
-            yield row if isinstance(row, Unreadable) else absent | row
-
-
-def _json_shape(path: Path) -> tuple[list[str], int]:
-    """Columns and length. Raises `DataError` where there are rows, and none of the first can be read."""
-    columns: dict[str, None] = {}
-    count, fault = 0, ""
-    for row in _json_rows(path):
-        count += 1
-        columns.update(dict.fromkeys(row))
-        fault = fault or (row.fault if isinstance(row, Unreadable) else "")
-    if fault and not columns:
-        raise DataError(fault)
-    return list(columns), count
-
-
-def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a JSON array or, whatever the suffix, of one object per line."""
-    try:
-        with path.open("rb") as file:
-            start = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
-            file.seek(start)
-            first = next((line for line in file if line.strip()), b"")
-            file.seek(start)
-            if first.lstrip().startswith(b"["):
-                text = file.read()
-                values = enumerate(_parse(text, str(path)))
-                yield from (_object(value, row_name(path, i), text) for i, value in values)
-                return
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    try:
-                        value = _parse(line, where)
-                    except DataError as error:
-                        yield Unreadable(str(error))
-                    else:
-                        yield _object(value, where, line)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
-
-
-def _parse(text: bytes, where: str) -> Any:
-    try:
-        return json.loads(text.decode(), object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not valid JSON: {error}") from None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object each of whose keys is there once: of two, a reader would take either. Raises ValueError."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        repeated = next(name for name in fields if sum(name == other for other, _ in pairs) > 1)
-        raise ValueError(f"an object has the key {repeated!r} more than once: keep one of them")
-    return fields
-
-
-def _object(value: Any, where: str, text: bytes) -> dict[str, Any]:
-    """A row. text: the JSON that it is from; escapes in it may be half of a pair, not a character."""
-    if not isinstance(value, dict):
-        return Unreadable(f"{where} is not an object of columns but {type(value).__name__}")
-    if b"\\u" in text:
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except (UnicodeEncodeError, RecursionError) as error:
-            return Unreadable(f"{where} is not valid text: {error}")
-    return value
+            yield row if row is PASSED or isinstance(row, Unreadable) else absent | row
 
 
 class HubSource:
@@ -283,12 +259,15 @@ class HubSource:
     def where(self, i: int) -> str:
         return row_name(self.name, i)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def identity(self) -> list[Any]:
+        return [self.name, str(self._dataset._fingerprint)]  # of the library: files, split and revision
+
+    def rows(self, wanted: Wanted = every) -> Iterator[dict[str, Any]]:
         """Yield the rows as Arrow holds them, so that images and the like are as in a parquet file: their bytes."""
-        yield from rows_of(self._dataset.with_format("arrow").iter(batch_size=BATCH), self.name)
+        yield from rows_of(self._dataset.with_format("arrow").iter(batch_size=BATCH), self.name, wanted)
 
 
-def open_hub(config: DatasetConfig, role: Role) -> RowSource:
+def open_hub(config: DatasetKeys, role: Role) -> RowSource:
     """A dataset by its name on the hub (or anything else that `datasets.load_dataset` takes)."""
     try:
         import datasets
@@ -338,12 +317,17 @@ class ChainedSources:
     def __len__(self) -> int:
         return sum(map(len, self.sources))
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        every = dict.fromkeys(name for source in self.sources for name in source.columns)
+    def identity(self) -> list[Any]:
+        return [source.identity() for source in self.sources]
+
+    def rows(self, wanted: Wanted = every) -> Iterator[dict[str, Any]]:
+        names = dict.fromkeys(name for source in self.sources for name in source.columns)
+        start = 0
         for source in self.sources:
-            absent = {name: None for name in every if name not in source.columns}
-            for row in source.rows():
-                yield row if not absent or isinstance(row, Unreadable) else row | absent
+            absent = {name: None for name in names if name not in source.columns}
+            for row in source.rows(lambda i, start=start: wanted(start + i)):  # type: ignore[misc]
+                yield row if not absent or row is PASSED or isinstance(row, Unreadable) else row | absent
+            start += len(source)
 
     def where(self, i: int) -> str:
         for source in self.sources:

@@ -9,7 +9,7 @@ A round covers every row of the validation data, at one weight version. It is du
 to its own version. Replicas at another version cannot take part, at most `max_replicas` do so at once, and
 nobody waits: this lies outside of admission and training goes on meanwhile.
 
-Supervised training has no rounds: its trainer validates by itself, and its commits bring the records (`record`).
+In supervised training the trainer's commits bring losses (`record`); rounds are for `validation.generate`.
 
 A participant keeps its version while it holds validation groups. If it moves on between two leases the round
 starts again; after `MAX_RESTARTS` a lease grants all that is left, so that every round ends.
@@ -26,70 +26,21 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from statistics import stdev
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from controller.ledger.ledger import MISSED_BEATS
 from controller.ledger.reward_health import Failure, failure_of
 from controller.ledger.values import PushOutcome
 from controller.state.step_log import mean_score
+from controller.state.validation.group import PREFIX, EndedRound, ValidationGroup, ValidationParams
+from schema.scores.summary import ScoredPrompt, of_headers, summarise
+from schema.util.text import one_line
 from schema.wire.messages import ErrorCode, HeldLease, ValidationRecord
-from schema.wire.sample import SampleHeader
+from schema.wire.sample import LONGEST_SOURCE, SampleHeader
 
 MAX_RESTARTS = 2
 """Restarts of a round before it is handed out whole."""
-PREFIX = "v"
-"""First letter of the ids of validation groups and leases; those of training groups begin with "e"."""
-
-
-@dataclass(frozen=True, slots=True)
-class ValidationParams:
-    """Parameters of validation."""
-
-    n_rows: int
-    """0: there is no validation, and nothing is ever due."""
-    n_samples: int = 1
-    freq: int = 20
-    before: bool = True
-    max_replicas: int = 1
-    lease_size: int | None = None
-    lease_timeout: float = 120.0
-    max_attempts: int = 5
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Short ones of the rewards."""
-
-
-@dataclass(slots=True)
-class ValidationGroup:
-    """One row in one round."""
-
-    position: int
-    state: Literal["waiting", "leased", "done"] = "waiting"
-    attempt: int = 0
-    failures: int = 0
-    lease_id: str | None = None
-    replica_id: str | None = None
-    request_id: str | None = None
-    expires: float = 0.0
-    samples: dict[int, SampleHeader] = field(default_factory=dict)
-    leases: dict[int, str] = field(default_factory=dict)
-    """Which lease delivered each sample: a repeated push is answered even after the group is done."""
-    missed: int = field(default=0, compare=False)
-    """Heartbeats in a row of its holder that did not list its lease; not stored."""
-
-    def to_record(self) -> dict[str, Any]:
-        derived = ("samples", "leases", "missed")
-        fields = {name: getattr(self, name) for name in self.__slots__ if name not in derived}
-        samples = {str(index): header.model_dump() for index, header in self.samples.items()}
-        return {**fields, "samples": samples, "leases": {str(k): v for k, v in self.leases.items()}}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Self:
-        fields = dict(record)
-        samples = {int(k): SampleHeader.model_validate(v) for k, v in fields.pop("samples").items()}
-        leases = {int(k): v for k, v in fields.pop("leases").items()}
-        return cls(**fields, samples=samples, leases=leases)
 
 
 class Validation:
@@ -104,7 +55,10 @@ class Validation:
         self.pinned_publication: int | None = None
         self.restarts = 0
         self.groups: list[ValidationGroup] = []
+        self.unfiled: list[EndedRound] = []
+        """Rounds that have ended and are to be filed, the oldest first."""
         self._checked = -1
+        self._dropped_texts: list[tuple[str, int]] = []
         self._new_lease_id = new_lease_id or (lambda: PREFIX + secrets.token_urlsafe(12))
         self._dirty: set[str] = set()
         self._removed: set[str] = set()
@@ -116,7 +70,9 @@ class Validation:
         if not self.params.n_rows:
             return
         versions = [v for v in range(self._checked + 1, version + 1) if self._is_due(v)]
-        if final and version not in self.records and version not in (self.pinned, self.due):
+        known = self.records.get(version)
+        scored = known is not None and known.scores is not None  # a loss alone, of a trainer, is not that
+        if final and not scored and version not in (self.pinned, self.due):
             versions.append(version)
         if versions and (self.pinned is None or versions[-1] > self.pinned):
             self.due = versions[-1]
@@ -136,6 +92,8 @@ class Validation:
         for version in [version for version in self.records if version > step]:
             del self.records[version]
             self._removed.add(f"record:{version}")
+        for ended in [ended for ended in self.unfiled if ended.version > step]:
+            self.filed(ended)
         self._checked = min(self._checked, step)
         self.restarts = 0
         self._dirty.add("header")
@@ -217,9 +175,36 @@ class Validation:
         self._cancel()
 
     def _cancel(self) -> None:
+        self._drop_texts(self.round_id)
         self.pinned = self.pinned_publication = None
         self._clear_groups()
         self._dirty.add("header")
+
+    def filed(self, ended: EndedRound) -> None:
+        """The texts of a round are filed, or of no use: the store need not have them any more."""
+        self.unfiled.remove(ended)
+        self._drop_texts(ended.round_id)
+        self._dirty.add("header")
+
+    def samples_of(self, round_id: int) -> list[tuple[str, int]]:
+        """All samples of a round by group id and index, as far as they came."""
+        params, prefix = self.params, f"{PREFIX}{round_id}-p"
+        rows = range(params.n_rows)
+        return [(f"{prefix}{row}", index) for row in rows for index in range(params.samples_of(row))]
+
+    @property
+    def n_samples(self) -> int:
+        """All samples of the running round."""
+        return sum(self.params.samples_of(group.position) for group in self.groups)
+
+    def _drop_texts(self, round_id: int) -> None:
+        if self.params.keeps_texts:
+            self._dropped_texts += self.samples_of(round_id)
+
+    def take_dropped_texts(self) -> list[tuple[str, int]]:
+        """Samples whose texts the store need not have any more, once."""
+        dropped, self._dropped_texts = self._dropped_texts, []
+        return dropped
 
     def _clear_groups(self) -> None:
         self._removed.update(f"group:{group.position}" for group in self.groups)
@@ -316,8 +301,9 @@ class Validation:
     ) -> PushOutcome:
         """Add one sample under a lease; all its tokens must be of the pinned version. outage: as in `Ledger.push`."""
         group = self.find(name)
-        if header.index != index or not 0 <= index < self.params.n_samples:
-            detail = f"sample {index} (header says {header.index}) of a group of {self.params.n_samples}"
+        size = self.params.n_samples if group is None else self.params.samples_of(group.position)
+        if header.index != index or (not 0 <= index < size and group is not None):
+            detail = f"sample {index} (header says {header.index}) of a group of {size}"
             return PushOutcome(False, code=ErrorCode.BAD_REQUEST, detail=detail)
         if group is not None and group.leases.get(index) == lease_id:
             return PushOutcome(True, duplicate=True)
@@ -334,7 +320,7 @@ class Validation:
             return PushOutcome(True, duplicate=True)
         group.samples[index], group.leases[index] = header, lease_id
         self._touch(group)
-        if len(group.samples) == self.params.n_samples:
+        if len(group.samples) == size:
             return PushOutcome(True, complete=True, failure=self._complete(group, at, outage))
         return PushOutcome(True)
 
@@ -357,6 +343,8 @@ class Validation:
         if all(other.state == "done" for other in self.groups):
             assert self.pinned is not None
             self.record(self._result(self.pinned, at))
+            if self.params.keeps_texts:
+                self.unfiled.append(EndedRound(self.round_id, self.pinned))
             if self.due is not None and self.due <= self.pinned:
                 self.due = None
             self.restarts = 0
@@ -364,17 +352,23 @@ class Validation:
             self._dirty.add("header")
 
     def record(self, record: ValidationRecord) -> None:
-        """A version is validated; versions come in order. What is known of one stays."""
-        if record.version not in self.records:
-            self.records[record.version] = record
-            self._dirty.add(f"record:{record.version}")
+        """A version is validated; versions come in order. What is known of one stays; a loss and scores are one."""
+        known = self.records.get(record.version)
+        if known is not None:
+            complete = known.loss is not None and known.scores is not None
+            if complete or (known.loss is None) == (record.loss is None):
+                return
+            loss, scored = (known, record) if record.loss is None else (record, known)
+            record = scored.model_copy(update={"loss": loss.loss, "accuracy": loss.accuracy})
+        self.records[record.version] = record
+        self._dirty.add(f"record:{record.version}")
 
     def _result(self, version: int, at: float) -> ValidationRecord:
         headers = [header for group in self.groups for header in group.samples.values()]
         scored = [header for header in headers if header.score is not None]
         scores = [header.score for header in scored if header.score is not None]
         names = sorted({name for header in scored for name in header.rewards})
-        expected = len(self.groups) * self.params.n_samples
+        summary = summarise(map(self._scored, self.groups), self.params.pass_score)
         return ValidationRecord(
             version=version,
             at=at,
@@ -386,8 +380,16 @@ class Validation:
                 for name in names
             },
             response_tokens_mean=mean_score(header.response_tokens for header in headers) or 0.0,
-            errors=expected - len(scored),
+            errors=summary.whole.errors,
+            scores=summary.whole,
+            sources=summary.sources,
         )
+
+    def _scored(self, group: ValidationGroup) -> ScoredPrompt:
+        params, label = self.params, self.params.label_of(group.position)
+        pass_score = params.pass_scores.get(label)
+        part = one_line(label)[:LONGEST_SOURCE]
+        return of_headers(group.samples.values(), params.samples_of(group.position), part, pass_score)
 
     # ---- storing ------------------------------------------------------------------------------------------
 
@@ -421,6 +423,7 @@ class Validation:
             "pinned_publication": self.pinned_publication,
             "restarts": self.restarts,
             "checked": self._checked,
+            "unfiled": [[ended.round_id, ended.version] for ended in self.unfiled],
         }
 
     @classmethod
@@ -433,6 +436,7 @@ class Validation:
             validation.round_id, validation.restarts = header["round_id"], header["restarts"]
             validation.due, validation.pinned = header["due"], header["pinned"]
             validation.pinned_publication, validation._checked = (header["pinned_publication"], header["checked"])
+            validation.unfiled = [EndedRound(*ended) for ended in header.get("unfiled", [])]
         groups = [value for name, value in rows.items() if name.startswith("group:")]
         validation.groups = [
             ValidationGroup.from_record(group) for group in sorted(groups, key=lambda group: group["position"])

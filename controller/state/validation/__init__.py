@@ -1,0 +1,1 @@
+"""Validation: what is due, who works on it, and what came out."""

@@ -1,0 +1,103 @@
+"""Which models an evaluation finds, how it draws answers, what its table shows, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import LaunchError
+from launcher.evaluation.models import find_models
+from launcher.evaluation.report import ALL, table
+from launcher.evaluation.settings import Sampling
+from schema.scores.summary import ScoredPrompt, summarise
+from tests.launcher.cli import cosmos
+
+
+def make_run(path: Path, *steps: int, outcome: str = "stopped", trained: bool = False) -> Path:
+    (path / "logs").mkdir(parents=True)
+    for file in ("config.json", "config.toml"):
+        (path / file).write_text("{}" if file.endswith("json") else "")
+    for step in steps:
+        (path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (path / "summary.json").write_text(json.dumps({"outcome": outcome}))
+    if trained:
+        (path / "final").mkdir()
+        (path / "final" / "config.json").write_text("{}")
+    return path
+
+
+def test_models_are_found_as_they_are_named(tmp_path: Path) -> None:
+    going, done = make_run(tmp_path / "a", 20, 40), make_run(tmp_path / "b", 60, outcome="finished", trained=True)
+    checkpoint = going / "checkpoints" / "step-00000020"
+    found = find_models([str(going), str(done), str(checkpoint), "Qwen/Qwen3-0.6B", str(done / "final")], tmp_path)
+    exported = str(tmp_path / "models" / "a-step-00000040")
+    assert [(model.label, model.path, model.checkpoint) for model in found] == [
+        ("a-step-00000040", exported, str(going / "checkpoints" / "step-00000040")),
+        ("b-final", str(done / "final"), ""),
+        ("a-step-00000020", str(tmp_path / "models" / "a-step-00000020"), str(checkpoint)),
+        ("Qwen-Qwen3-0.6B", "Qwen/Qwen3-0.6B", ""),
+        ("b-final-2", str(done / "final"), ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("nowhere", "neither a directory of that name"), ("empty", "neither a checkpoint")]
+)
+def test_what_is_no_model_is_refused(tmp_path: Path, name: str, words: str) -> None:
+    make_run(tmp_path / "empty")
+    with pytest.raises(LaunchError, match=words):
+        find_models([str(tmp_path / name)], tmp_path)
+
+
+def test_a_temperature_ends_greedy_decoding() -> None:
+    drawn = Sampling(n_generation=8, temperature=0.6)
+    assert drawn.changes({"top_k": 1}) == {"n_generation": 8, "temperature": 0.6, "top_k": -1}
+    assert drawn.changes({"top_k": 20}) == {"n_generation": 8, "temperature": 0.6}
+    assert Sampling(temperature=0.0).changes({"top_k": -1}) == {"temperature": 0.0, "top_k": 1}
+
+
+def test_the_table_has_a_column_for_each_model() -> None:
+    one = summarise([ScoredPrompt("a", [1.0, 0.0], ["1", "2"]), ScoredPrompt("b", [1.0], ["1"], errors=1)], 1.0)
+    two = summarise([ScoredPrompt("a", [1.0, 1.0], [None, None])], 1.0)
+    columns = {label: {ALL: s.whole, **s.sources} for label, s in {"x": one, "long-name": two}.items()}
+    lines = table(columns | {"failed": {}}).splitlines()
+    assert lines[0].split() == ["source", "prompts", "x", "long-name", "failed"]
+    assert lines[1].split() == ["a", "1", "mean@2", "0.5000", "1.0000", "–"]
+    assert [line.split()[:3] for line in lines if line.startswith("all")] == [["all", "2", "mean@2"]]
+    assert "0.7500 [0.5000, 1.0000]" in lines[11]
+    assert lines[-4:] == [
+        "[…]: 95 % intervals, by resampling prompts",
+        "x: 1 of 4 samples have no score, and are in no number",
+        "long-name: no maj@2, for the rewards extract no answers (docs/metrics.md, Estimates)",
+        "failed: no scores",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no configuration is named"),
+        (["--resume", "nowhere"], "holds no evaluation"),
+        (["--resume", "nowhere", "-n", "2"], "as it was begun"),
+        (["--answers", "a.jsonl", "-n", "2"], "nothing is generated"),
+        (["--answers", "a.jsonl", "--config", "sft.toml"], "a.jsonl is not a file"),
+        (["--config", "sft.toml"], "trains on conversations: it has no rewards"),
+        (["--config", "answers.toml"], "trains on conversations: its prompts are parts of conversations"),
+        (["--answers", "rl.toml", "--config", "sets.toml"], "the validation set 'b' has one of its own"),
+        (["--config", "rl.toml"], "names no prompts to evaluate on"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(tmp_path: Path, arguments: list[str], words: str) -> None:
+    policy, data = (
+        '[policy]\nmodel_name_or_path = "owner/name"\n',
+        '[train.train_policy.dataset]\nname = "owner/data"\n',
+    )
+    (tmp_path / "sft.toml").write_text(f'{policy}[train.train_policy]\ntype = "sft"\n{data}')
+    (tmp_path / "rl.toml").write_text(f'{policy}[train.train_policy]\nreward_function = "gsm8k"\n{data}')
+    generates = '[validation]\nenable = true\ngenerate = true\nreward_function = "gsm8k"\n'
+    (tmp_path / "answers.toml").write_text((tmp_path / "sft.toml").read_text() + "test_size = 4\n" + generates)
+    sets = '[[validation.dataset.part]]\nsource = "b"\nname = "owner/b"\nreward_function = "format"\n'
+    (tmp_path / "sets.toml").write_text(f'{policy}[train.train_policy]\nreward_function = "gsm8k"\n{data}{sets}')
+    cosmos("eval", *arguments, cwd=tmp_path).complains(2, words)
