@@ -138,7 +138,7 @@ def _decide(context: ConversionContext, reader: Reader, leaf: KeyPath) -> Result
         return artefact
     rule, rest = context.rule_of(leaf.key)
     if rule is None:
-        return without_rule(context, leaf)
+        return without_rule(context, leaf, reader)
     repeated = _repeats(context, rule, leaf)
     if repeated is not None:
         return repeated

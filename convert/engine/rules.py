@@ -232,7 +232,8 @@ class Reader:
     for the error message. own: those of them that no other system has: one of them decides between systems.
     rules: the table of one kind. finish: what follows from the system as such, after
     all rules; it calls `ConversionContext.add` and `warn`. artefacts: keys that do not belong to the system but
-    stand in published pages, with what is meant (key -> real key or reason).
+    stand in published pages, with what is meant (key -> real key or reason). own_code: what becomes of an unknown key
+    that code of the user's may read; None: nothing does.
     """
 
     system: str
@@ -244,6 +245,7 @@ class Reader:
     rules: Callable[[str], Sequence[Rule]]
     finish: Callable[[ConversionContext], None] = lambda context: None
     artefacts: Callable[[str, Any], Result | None] = lambda key, value: None
+    own_code: Callable[[ConversionContext, KeyPath], Result | None] = lambda *_: None
     interpolates: bool = True
     prose: tuple[str, ...] = field(default_factory=tuple)
     own: tuple[str, ...] = ()

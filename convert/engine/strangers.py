@@ -14,7 +14,7 @@ from convert.engine.fallback import SPEED_ONLY
 from convert.engine.foreign import by_hand
 from convert.engine.keys import dotted, split_key
 from convert.engine.model import Entry, Outcome, Result, implicit, no_counterpart, unknown
-from convert.engine.rules import ConversionContext, KeyPath, Rule
+from convert.engine.rules import ConversionContext, KeyPath, Reader, Rule
 from convert.engine.unsupported import METHOD_KEYS
 from convert.engine.values import shown
 from schema.config.loading.explain import closest
@@ -24,8 +24,8 @@ MOST_STRANGERS = 10
 """At least as many keys that a system does not have, if they are most of a file, make it another system's."""
 
 
-def without_rule(context: ConversionContext, leaf: KeyPath) -> Result:
-    """A key that no rule knows: without a counterpart, an empty or null table, or unknown."""
+def without_rule(context: ConversionContext, leaf: KeyPath, reader: Reader) -> Result:
+    """A key that no rule knows: without a counterpart, an empty or null table, of the user's own code, or unknown."""
     reason = context.unsupported.reason(leaf.key)
     if reason is not None:
         return no_counterpart(reason)
@@ -39,12 +39,15 @@ def without_rule(context: ConversionContext, leaf: KeyPath) -> Result:
         around = dotted(parts[:end])
         if around in context.by_key:
             return unknown(f"`{around}` is a single value there, not a table")
-    context.strangers += 1
+    adopted = reader.own_code(context, leaf)
+    context.strangers += adopted is None
     if context.strangers > MOST_SHOWN:  # a guess takes milliseconds
-        return unknown(f"not a key of {context.title} that this converter knows")
+        return adopted or unknown(f"not a key of {context.title} that this converter knows")
     known = [key for key in context.by_key if not key.endswith(".*")]
     close = closest(leaf.key, known) or _same_name(parts[-1], known)
     hint = f"; did you mean `{close}`?" if close else ""
+    if adopted is not None and not close:
+        return adopted
     return unknown(f"not a key of {context.title} that this converter knows{hint}")
 
 

@@ -105,7 +105,7 @@ class ClosedList:
 
     def is_stray(self, key: str, value: Any, helpers: Collection[str]) -> bool:
         """Whether a key that no rule knows stands where a fork puts parts of a method, by `plumbing`."""
-        top, *inside = split_key(key.lstrip('"+~'))
+        top, *inside = key.replace('"', "").lstrip("+~").split(".")
         if self.plumbing is None or not inside or value is None or value in ({}, [], "") or top in helpers:
             return False
         return self.plumbing.fullmatch(f"{top}.{inside[0]}" if top in self.mixed else top) is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from convert.engine import values
-from convert.engine.model import Result, implicit, mapped, no_counterpart
+from convert.engine.model import Result, implicit, mapped
 from convert.engine.rules import ConversionContext, KeyPath
 from convert.engine.values import BadValue, shown
 from convert.verl.facts import (
@@ -16,7 +16,6 @@ from convert.verl.facts import (
     response_length,
     without_counterpart,
 )
-from convert.verl.unsupported import VERL
 
 
 def files(context: ConversionContext, leaf: KeyPath) -> Result:
@@ -37,6 +36,15 @@ def image_column(context: ConversionContext, leaf: KeyPath) -> Result:
     )
     validates = context.get("data.val_files", None) not in (None, "", [])
     return leaf.to(*[name] * (1 + validates), note="rows with a value there are refused")
+
+
+def most_samples(context: ConversionContext, leaf: KeyPath) -> Result:
+    """How many rows of the files are used; -1: all."""
+    if leaf.value is None or values.integer(leaf.value) < 1:
+        return implicit("all rows")
+    if not context.flag("data.shuffle"):
+        context.warn(f"`{leaf.key}`: verl takes the first rows where shuffle = false; here they are drawn")
+    return leaf.to(values.integer(leaf.value), note="drawn by train.seed")
 
 
 def _tools(context: ConversionContext, leaf: KeyPath) -> Result:
@@ -114,12 +122,9 @@ def _overlong(context: ConversionContext, leaf: KeyPath) -> Result:
 def truncated(leaf: KeyPath, targets: list[str]) -> Result:
     """Convert what `truncation` says of prompts or conversations that are too long. targets: ours that say it."""
     name = values.text(leaf.value)
-    if name in ("error", "left", "right"):
-        return mapped(*((target, name) for target in targets))
-    reason = VERL.reason(f"{leaf.key}={name}")
-    if reason is None:
+    if name not in ("error", "left", "right", "middle"):
         raise BadValue(f"expected error, left, right or middle, got {shown(name)}")
-    return no_counterpart(reason)
+    return mapped(*((target, name) for target in targets))
 
 
 def _trust(context: ConversionContext, leaf: KeyPath) -> Result:

@@ -11,7 +11,7 @@ from typing import Any
 from convert.engine import values
 from convert.engine.fallback import MEGATRON_SPEED
 from convert.engine.keys import renamed, words
-from convert.engine.model import Result, implicit, no_counterpart, unknown
+from convert.engine.model import Result, implicit, mapped, no_counterpart, unknown
 from convert.engine.rules import ConversionContext, Converter, KeyPath, computed, needs
 from convert.engine.table import Table
 from convert.engine.values import BadValue, shown
@@ -311,14 +311,20 @@ def switched(switch: str) -> Converter:
     return convert
 
 
-def path_and_name(table: str, ours: str) -> Converter:
-    """The keys `path` and `name` of a table, which together name some code."""
+def path_and_name(table: str, ours: str, validation: str = "") -> Converter:
+    """The keys `path` and `name` of a table, which together name some code.
 
-    @computed(ours, words="`path:name`")
+    validation: the key that has the same where validation has files of its own.
+    """
+
+    @computed(ours, *([validation] if validation else []), words="`path:name`")
     def convert(context: ConversionContext, leaf: KeyPath) -> Result:
         file, name = context.get(f"{table}.path", None), context.get(f"{table}.name", None)
         if isinstance(file, str) and isinstance(name, str):
-            return leaf.to(f"{values.path(file)}:{name}", note="path:name")
+            code = f"{values.path(file)}:{name}"
+            if validation and context.get("data.val_files", None):
+                return mapped((ours, code), (validation, code), note="path:name; of both datasets")
+            return leaf.to(code, note="path:name")
         return implicit("null: none" if leaf.value is None else "no effect without the other one")
 
     return convert

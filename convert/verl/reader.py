@@ -14,8 +14,8 @@ from functools import cache
 from typing import Any
 
 from convert.engine.keys import words
-from convert.engine.model import Result, implicit, unknown
-from convert.engine.rules import HYDRA_KEYS, ConversionContext, Reader, Rule
+from convert.engine.model import Result, implicit, mapped, unknown
+from convert.engine.rules import HYDRA_KEYS, ConversionContext, KeyPath, Reader, Rule
 from convert.engine.source import Source
 from convert.verl import actor, algorithm, data, mesh, optim, rollout, shared, trainer
 from convert.verl.algorithm import needs_critic, reward_name
@@ -52,6 +52,15 @@ def _rules(kind: str) -> tuple[Rule, ...]:
     silent = {"epochs": 30 if kind == "rl" else 4, "project": "verl_examples" if kind == "rl" else "gsm8k-sft"}
     modules = (data, actor, mesh, optim, rollout, algorithm, trainer, shared)
     return KEYS.rules(kind, silent, *map(vars, modules))
+
+
+def _of_own_class(context: ConversionContext, leaf: KeyPath) -> Result | None:
+    """Convert a key of `data` that only a dataset class of the user's can read: its `config` answers for [custom]."""
+    name = leaf.key.removeprefix("data.")
+    has_class = isinstance(context.get("data.custom_cls.path", None), str)
+    if name == leaf.key or leaf.value is None or not has_class:
+        return None
+    return mapped((f"custom.{name}", leaf.value), note="for the dataset class, whose `config` has it")
 
 
 def _artefact(key: str, value: Any) -> Result | None:
@@ -129,4 +138,5 @@ READER = Reader(
     rules=_rules,
     finish=_finish,
     artefacts=_artefact,
+    own_code=_of_own_class,
 )

@@ -125,6 +125,17 @@ def _logger(context: ConversionContext, leaf: KeyPath) -> Result:
     return leaf.to(supported, note=f"no support for {', '.join(strange)}" if strange else "")
 
 
+def _answers_dir(context: ConversionContext, leaf: KeyPath) -> Result:
+    train, held_out = (context.get(f"trainer.{name}_data_dir", None) for name in ("rollout", "validation"))
+    path = values.path(train or held_out)
+    if train and held_out and train != held_out:
+        context.warn(
+            f"answers of training and validation are below one directory, in train/ and validation/: {path}, not "
+            f"{held_out}"
+        )
+    return leaf.to(path, note="answers of training and validation, in train/ and validation/ below the id of the run")
+
+
 def _save_freq(context: ConversionContext, leaf: KeyPath) -> Result:
     steps = values.integer(leaf.value)
     if steps <= 0:

@@ -9,6 +9,7 @@ import pytest
 
 from convert.engine.model import Outcome
 from schema.config import check_config
+from schema.storage.address import is_remote
 from tests.convert.engine.test_unsupported import convert, problems
 from tests.convert.files import value_of
 
@@ -304,7 +305,9 @@ def test_addresses_are_called_so(name: str, command: str) -> None:
     """Not "does not exist": what is read, and what to do, for data and models alike."""
     found = convert("verl", {"data.train_files": name, "actor_rollout_ref.model.path": name})
     faults = problems(found.config)
-    for key in (f"{_POLICY}.dataset.files", "policy.model_name_or_path"):
+    data = f"{_POLICY}.dataset.files"
+    assert (data in faults) == (not is_remote(name)), "data is read from some, models from none"
+    for key in {data, "policy.model_name_or_path"} & faults.keys():
         assert name in faults[key]
         assert "is an address" in faults[key]
         assert command in faults[key]

@@ -91,7 +91,16 @@ OWNERS = {
     "convert.cosmos": ("rules", "rules"),
 }
 """System -> the module of its table and the modules of the functions of its keys."""
-HELPERS = {"_contents", "_oversampled", "_profiles", "_samples", "_worker", "named_devices", "truncated"}
+HELPERS = {
+    "_contents",
+    "_of_own_class",
+    "_oversampled",
+    "_profiles",
+    "_samples",
+    "_worker",
+    "named_devices",
+    "truncated",
+}
 """Functions of a key that other functions call."""
 
 

@@ -98,6 +98,31 @@ def test_what_may_have_no_counterpart_has_a_reason(kind: str) -> None:
             assert rule.converter.run(context, leaf).outcome is Outcome.NONE, rule.key
 
 
+OWN_CLASS = """
+actor_rollout_ref: {model: {path: m}}
+data:
+  train_files: a.parquet
+  val_files: b.parquet
+  custom_cls: {path: mine.py, name: Mine}
+  mine: 7
+  nested: {deep: [1, 2]}
+  max_promt_length: 9
+"""
+
+
+def test_a_dataset_class_makes_the_rows_of_both_roles_and_reads_its_own_keys(tmp_path: Path) -> None:
+    for text, names in ((OWN_CLASS, {"mine", "nested"}), (OWN_CLASS.replace("mine.py", "null"), set())):
+        path = tmp_path / f"{len(names)}.yaml"
+        path.write_text(text)
+        config = converted(path).config
+        policy = config["train"]["train_policy"]
+        classes = [part["dataset"].get("custom_class") for part in (policy, config["validation"])]
+        assert classes == (["mine.py:Mine"] * 2 if names else [None, None])
+        assert config.get("custom", {}) == ({"mine": 7, "nested": {"deep": [1, 2]}} if names else {})
+        strange = set(config["unsupported"])
+        assert strange == {"data.max_promt_length"} | (set() if names else {"data.mine", "data.nested.deep"})
+
+
 def test_every_reason_says_something() -> None:
     for key, reason in reader("verl").unsupported.reasons.items():
         assert len(reason) > 20, key
@@ -423,7 +448,7 @@ def test_sft_on_conversations() -> None:
         ("truncation: left", "left"),
         ("truncation: right", "right"),
         ("truncation: error, pad_mode: no_padding", "right"),
-        ("truncation: middle", None),
+        ("truncation: middle", "middle"),
     ],
 )
 def test_sft_cuts_conversations_as_verl_does(written: str, rule: str | None) -> None:
@@ -432,6 +457,13 @@ def test_sft_cuts_conversations_as_verl_does(written: str, rule: str | None) -> 
     keys = [f"{section}.overlong_prompts" for section in (f"{POLICY}.dataset", "validation.dataset")]
     assert [value_of(found, key) for key in keys] == [rule, rule]
     assert list(found.unsupported) == ([] if rule else ["data.truncation"])
+
+
+def test_rows_that_are_used_at_most() -> None:
+    text = "data: {train_files: a.parquet, val_files: b.parquet, train_max_samples: 500, val_max_samples: -1}"
+    config = convert_text(text, "a.yaml").config
+    assert config["train"]["train_policy"]["dataset"]["max_samples"] == 500
+    assert "max_samples" not in config["validation"]["dataset"]
 
 
 def test_translated_keys_are_named_with_the_real_one() -> None:
@@ -535,6 +567,15 @@ def test_a_value_that_cannot_be_understood_is_an_entry(text: str) -> None:
     (entry,) = [entry for entry in found.entries if not entry.understood]
     assert entry.note
     assert (entry.outcome is Outcome.UNKNOWN) is text.startswith("trainer")
+
+
+def test_answers_of_training_and_validation_have_one_directory() -> None:
+    apart = rl("trainer: {rollout_data_dir: ~/a, validation_data_dir: /b}\n")
+    assert value_of(apart, "logging.samples_dir") == "/home/somebody/a"
+    assert any("/home/somebody/a, not /b" in warning for warning in apart.warnings)
+    alone = rl("trainer: {rollout_data_dir: null, validation_data_dir: /b}\n")
+    assert value_of(alone, "logging.samples_dir") == "/b"
+    assert not any("/b" in warning for warning in alone.warnings)
 
 
 @pytest.mark.parametrize(("written", "thinks"), [("", True), ("true", True), ("false", False)])
