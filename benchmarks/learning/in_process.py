@@ -76,7 +76,7 @@ class Generator:
         """Mean score of the held-out prompts as `[validation]` draws and scores them, one answer each."""
         config = self._config
         asked = self._leased(self._held_out, range(len(self._held_out)), "validation", 1, None)
-        made = await self._generate(asked, config.validation_reward_weights, validation_settings(config))
+        made = await self._generate(asked, config.validation_rewards[""], validation_settings(config))
         return sum(sample.header.score or 0.0 for (sample,) in made) / len(made)
 
     def _leased(

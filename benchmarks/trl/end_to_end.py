@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.harness import QUICKSTART, ROOT, in_turns, medians, options, report
 from benchmarks.jobs import launch, run_command, warm_model
 from benchmarks.trl.venv import trl_python
-from controller.data.synthetic import AdditionOptions, AdditionSource
+from controller.data.reading.synthetic import AdditionOptions, AdditionSource
 from schema.config import Config, load_config
 
 sys.path.append(str(QUICKSTART))
