@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,14 @@ def number(program: Program) -> AutoscaleStatus:
         return client.send(api.autoscale())
 
 
+def incarnations(program: Program) -> set[str]:
+    """The rollout replicas that are up."""
+    with program.client() as client:
+        return {
+            info.replica_id for info in client.send(api.replicas()) if (info.role, info.state) == ("rollout", "live")
+        }
+
+
 def test_replicas_follow_the_load(tmp_path: Path, model: Path) -> None:
     """A reward of 0.4 s, one at a time, makes one replica too slow; a fast one makes two too many.
     The controller and a replica are killed at the peak."""
@@ -31,8 +40,12 @@ def test_replicas_follow_the_load(tmp_path: Path, model: Path) -> None:
     with Program(config) as program:
         program.until("two replicas work", lambda _: number(program).working == 2)
         program.kill("controller")
-        program.until("the number is known", lambda _: number(program).desired == 2)
+        program.until("both are known again", lambda _: len(incarnations(program)) == 2)
+        before = incarnations(program)
         program.kill("rollout_worker")
+        program.until(
+            "another process runs", lambda _: len(incarnations(program)) == 2 and incarnations(program) != before
+        )
         program.until("two replicas work again", lambda _: number(program).working == 2)
         put_load(config, 0.0)
         program.until("one is enough", lambda _: number(program).desired == 1)
@@ -44,8 +57,7 @@ def test_replicas_follow_the_load(tmp_path: Path, model: Path) -> None:
     assert (ledger["over_bound"], ledger["dropped"]) == (0, {})
     output = program.output()
     assert "autoscale: 2 rollout replicas are needed (the trainer waits" in output
-    # On a slow machine the killed one has not come back when one is enough.
-    assert "rollout-1 is asked to leave" in output or "rollout-1 is ended before it has registered" in output
+    assert re.search(r"rollout-[01] is asked to leave", output)  # the one of fewest groups
     events = event_file.read(event_file.path_of(program.run_dir))
     scaled = [event for event in events if event.kind is EventKind.SCALE]
     numbers = [e.data["desired"] for e in scaled if e.data["desired"] != e.data["before"]]
