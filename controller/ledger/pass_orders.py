@@ -152,14 +152,20 @@ class PassOrders:
         rows, share = self.sources[source].rows, np.array(self._share[source], np.float64)
         seen = np.array(self._seen[source], np.int64)
         positions = np.flatnonzero((seen != _NONE) & (seen < committed))
-        places = positions % rows
+        places, known = positions % rows, positions < rows  # of which rows others were, an order says
         for (of_source, first), order in self.orders.items():
             within = (positions >= first * rows) & (positions < first * rows + len(order.places))
             if of_source == source:
                 places[within] = order.places[positions[within] - first * rows]
-        share = share[positions]
+                known |= within
+        places, share = places[known], share[positions[known]]
         weights: tuple[npt.NDArray[Any], ...] = (np.ones(len(share)), share == 1.0, share == 0.0, share)
         return tuple(np.bincount(places, weight, minlength=rows) for weight in weights)
+
+    def _has_results(self, source: int, first: int) -> bool:
+        """Whether something is known of groups of the passes that are decided with this one."""
+        rows = self.sources[source].rows
+        return any(at != _NONE for at in self._seen[source][first * rows : (first + at_once(rows)) * rows])
 
     # ---- storing ------------------------------------------------------------------------------------------------
 
@@ -189,14 +195,15 @@ class PassOrders:
             self._seen[source].extend(seen)
 
     def to_snapshot(self, step: int, needed: Iterable[tuple[int, int]]) -> PassProgress | None:
-        """Return what a checkpoint after `step` steps stores: results until then, and orders that may be needed.
+        """Return what a checkpoint after `step` steps stores: results until then, and the orders that say of which
+        rows they are, or that may be needed.
 
-        needed: their sources and passes.
+        needed: sources and passes of groups that may be handed out.
         """
         if self.rule is None:
             return None
         keys = {(source, self._first(data_pass, source)) for source, data_pass in needed if data_pass}
-        orders = [self.orders[key] for key in sorted(keys) if key in self.orders]
+        orders = [self.orders[key] for key in sorted(self.orders) if key in keys or self._has_results(*key)]
         seen = [np.array(part, np.int64) for part in self._seen]
         return PassProgress(
             orders=[

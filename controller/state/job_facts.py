@@ -92,6 +92,7 @@ def ledger_params(config: Config, rows: RowCounts) -> LedgerParams:
         max_refills=policy.max_retry_for_on_policy,
         keep_payloads=config.train.ckpt.enable_checkpoint,
         order=data_order(config, rows.early_digest),
+        data=rows.digest,
         sources=rows.sources,
         stages=stages_of(config, config.groups_per_step),
         by_results=_pass_rule(config),
@@ -117,7 +118,7 @@ def _pass_rule(config: Config) -> PassRule | None:
         curriculum.leave_out_failed,
         curriculum.pass_score,
         config.effective_seed,
-        policy.dataloader_shuffle,
+        policy.dataloader_shuffle and not curriculum.column_name,  # whose order stays among equals
     )
 
 

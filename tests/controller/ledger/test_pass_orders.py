@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from controller.ledger.pass_orders import PassOrder, PassOrders, PassRule, at_once
+from controller.state.job_facts import ledger_params
+from controller.state.prompts import RowCounts
 from controller.store import pass_files
 from schema.config.sections.curriculum import ResultsOrder
 from schema.wire.messages import PassProgress
 from schema.wire.mixture import Source
 from schema.wire.prompts import PromptFileError
+from tests.support.controller import make_config
 
 SOURCES = [Source("math", 6), Source("code", 300)]
 LATER = 1 + at_once(6)
@@ -54,6 +57,14 @@ def test_rows_come_by_their_pass_rates(order: ResultsOrder, rows: list[int]) -> 
     shuffled = [places(measured(replace(RULE, order=order, shuffle=True, seed=seed))) for seed in range(9)]
     assert len({tuple(row) for row in shuffled}) > 1
     assert all(sorted(row) == list(range(6)) for row in shuffled)
+
+
+def test_rows_that_a_column_orders_stay_in_its_order() -> None:
+    curriculum = {"column_name": "n", "leave_out_solved": 1}
+    config = make_config(train={"epoch": 3, "train_policy": {"curriculum": curriculum}})
+    rule = ledger_params(config, RowCounts(6)).by_results
+    assert rule is not None
+    assert places(measured(rule)) == [1, 2, 4, 5, 1, 2]
 
 
 def test_rows_are_left_out_once_they_were_solved_or_failed_so_often() -> None:
@@ -96,6 +107,25 @@ def test_results_and_orders_survive_a_restart_and_go_with_a_checkpoint() -> None
     short = snapshot.model_copy(update={"orders": [snapshot.orders[0].model_copy(update={"places": "AAAAAA=="})]})
     with pytest.raises(ValueError, match="pass 1 of source 0 is not one of 6 rows"):
         PassOrders(rule, SOURCES).load(short)
+
+
+def test_results_of_passes_that_are_over_stay_those_of_their_rows() -> None:
+    orders = measured(replace(RULE, order="hardest_first", solved=3))
+    first = places(orders)
+    second = places(orders, LATER)
+    for position in range(3):  # of both passes: the rows that come first there
+        observe(orders, 1, position, [1.0])
+        observe(orders, LATER, position, [1.0])
+    snapshot = orders.to_snapshot(1, [(0, LATER + at_once(6))])
+    assert snapshot is not None
+    fresh = PassOrders(orders.rule, SOURCES)
+    fresh.load(snapshot)
+    assert places(fresh, LATER + at_once(6)) == places(orders, LATER + at_once(6))
+    assert first[:3] != [0, 1, 2] != second[:3], "their places are not their positions"
+    snapshot.orders.clear()  # as earlier versions wrote them
+    fresh = PassOrders(orders.rule, SOURCES)
+    fresh.load(snapshot)
+    assert places(fresh) == places(measured(orders.rule)), "of rows that are not known nothing is counted"
 
 
 def test_an_order_that_cannot_be_kept_is_not_decided() -> None:
