@@ -41,11 +41,8 @@ LOSS_FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "
 
 def read_prompt(value: Any, where: str) -> str | list[Message]:
     """A prompt: text, or messages that end before the assistant's turn."""
-    if isinstance(value, str):
-        parsed = _json_list(value)
-        if parsed is None:
-            return value
-        value = parsed
+    if isinstance(value, str) and _json_list(value) is None:
+        return value
     messages = read_messages(value, where)
     if messages and messages[-1]["role"] == "assistant":
         raise DataError(f"{where}: the prompt ends with an assistant turn; it must end where the model begins")
@@ -57,7 +54,7 @@ def read_messages(value: Any, where: str) -> list[Message]:
     if isinstance(value, str):
         value = _json_list(value)
     elif isinstance(value, (list, tuple)):
-        value = without_nulls(jsonable(value))
+        value = without_nulls(jsonable(_as_text(value, where)))
     if not isinstance(value, (list, tuple)):
         raise DataError(f"{where}: expected a list of messages or its JSON text, not {type(value).__name__}")
     return [_message(turn, f"{where}, turn {i}") for i, turn in enumerate(value)]
@@ -90,6 +87,10 @@ def with_query(question: Any, query: Any, where: str) -> Any:
         raise DataError(
             f"{where}: a second text can follow a question that is a text; here the question is "
             f"{type(question).__name__} and the other {type(query).__name__}"
+        )
+    if _json_list(question) is not None:
+        raise DataError(
+            f"{where}: a second text can follow a question that is a text; here it is the JSON of messages"
         )
     return f"{question}\n{query}"
 
@@ -149,6 +150,17 @@ def _tool(text: str, where: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: `tools` is not valid JSON: {error}; {_RENAME}") from None
+
+
+def _as_text(value: Any, where: str) -> Any:
+    """The value with null for NaN, which pandas writes where nothing is. Raises `DataError` for bytes: no text."""
+    if isinstance(value, dict):
+        return {name: _as_text(inner, where) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_text(item, where) for item in value]
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        raise DataError(f"{where}: a turn holds bytes, not text; decode them, or leave the field out")
+    return None if is_missing(value) else value
 
 
 def _message(turn: Any, where: str) -> Message:

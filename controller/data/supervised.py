@@ -5,6 +5,7 @@ Source ─read_messages, without_flags─▶ turns ─conversations─▶ ids, m
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from itertools import groupby
@@ -96,8 +97,10 @@ class ConversationChunks:
 
     def _encoded(self, talks: list[_Talk], out: Prepared) -> Iterator[tuple[_Talk, Learnt]]:
         """The conversations with tokens and loss masks; one by one where the template refuses some of them."""
-        for tools, group in groupby(talks, lambda talk: talk.tools):
-            tokenizer, same = self._tokenizer.with_tools(tools), list(group)
+        # Definitions that are equal in Python may be other texts: true and 1, or keys in another order.
+        for _, group in groupby(talks, lambda talk: json.dumps(talk.tools)):
+            same = list(group)
+            tokenizer = self._tokenizer.with_tools(same[0].tools)
             try:
                 unlearnt = [talk.unlearnt for talk in same]
                 every = tokenizer.conversations([talk.messages for talk in same], self._stops.ids, unlearnt)

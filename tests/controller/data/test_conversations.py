@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
 import pytest
 
-from controller.data.conversations import read_messages, read_prompt
+from controller.data.conversations import read_messages, read_prompt, with_query
 from controller.data.errors import DataError
 
 TALK = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "2"}]
@@ -62,11 +63,27 @@ def test_a_prompt_may_be_messages():
         ([{"role": "user", "value": "x"}], "here, turn 0: the turn has no `content`; it has role, value"),
         ([{"role": "assistant", "content": None}], "here, turn 0: the turn has no `content`"),
         ([{"role": "user", "content": [{"type": "text", "text": None}]}], "a part of the content has no text"),
+        ([{"role": "user", "content": math.nan}], "the turn has no `content`"),
+        ([{"role": "user", "content": b"Two?"}], "here: a turn holds bytes, not text"),
+        ([{"role": "user", "content": [{"type": "text", "text": b"Two?"}]}], "here: a turn holds bytes, not text"),
     ],
 )
 def test_anything_else_is_named(value: Any, message: str):
     with pytest.raises(DataError, match=re.escape(message)):
         read_messages(value, "here")
+
+
+def test_the_json_text_of_a_prompt_keeps_its_nulls():
+    turns = [{"role": "user", "content": "go"}, {"role": "tool", "content": "", "arguments": {"x": None, "y": 1}}]
+    assert read_prompt(json.dumps(turns), "here") == turns
+    assert read_prompt(turns, "here")[1]["arguments"] == {"y": 1}
+
+
+def test_a_second_text_follows_a_text_alone():
+    assert with_query("2 + 2?", "Be brief.", "here") == "2 + 2?\nBe brief."
+    assert with_query("[1, 2]?", "", "here") == "[1, 2]?"
+    with pytest.raises(DataError, match="here it is the JSON of messages"):
+        with_query(json.dumps(TALK[:1]), "Be brief.", "here")
 
 
 def test_a_prompt_cannot_end_with_the_answer():

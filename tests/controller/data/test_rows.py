@@ -130,7 +130,12 @@ def test_tools_of_conversations_and_of_templates_without_them(
     tools_dir: Path, model_dir: Path, tmp_path: Path
 ) -> None:
     answer = {"role": "assistant", "content": "3"}
-    rows = [{"conversations": [USER, answer], "tools": row["tools"]} for row in TALKS]
+    first = TALKS[0]["tools"]
+    alike = [dict(reversed(first[0].items()))]  # equal in Python, and another text
+    rows = [
+        {"conversations": [USER, answer], "tools": tools}
+        for tools in (first, alike, *(r["tools"] for r in TALKS[1:]))
+    ]
     path = write(tmp_path / "rows.jsonl", rows)
     file, _ = prepared(tools_dir, path, {"type": "sft"})
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tools_dir)
@@ -141,7 +146,7 @@ def test_tools_of_conversations_and_of_templates_without_them(
         assert text.startswith("<|im_start|>system\n[") == bool(row["tools"])
         assert tokenizer.decode(file.token_ids(i)[file.loss_mask(i) == 1]) == "3<|im_end|>"
     _, report = prepared(model_dir, path, {"type": "sft"})
-    assert [rows.count for how, rows in report.noted.items() if "does not show" in how] == [2]
+    assert [rows.count for how, rows in report.noted.items() if "does not show" in how] == [3]
 
 
 BESIDE: list[tuple[dict[str, Any], str]] = [
