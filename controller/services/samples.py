@@ -164,8 +164,9 @@ class SampleService:
             text = header_text(header)
         job, outage = self._job, self._job.rewards.outage is not None
         if item.group_id.startswith(PREFIX):
+            version = job.validation.pinned  # which the last sample of a round ends
             outcome = job.validation.push(item.group_id, item.lease_id, item.index, header, job.wall(), outage=outage)
-            record = self._note(push, header, metadata, outcome)
+            record = self._note(push, header, metadata, outcome, version)
             if record is not None and job.validation.params.keeps_texts:
                 parts.add_text(item.group_id, item.index, record)
             if job.scored_alike:
@@ -192,9 +193,17 @@ class SampleService:
         return outcome
 
     def _note(
-        self, push: Push, header: SampleHeader, metadata: Mapping[str, str], outcome: PushOutcome
+        self,
+        push: Push,
+        header: SampleHeader,
+        metadata: Mapping[str, str],
+        outcome: PushOutcome,
+        version: int | None = None,
     ) -> SampleRecord | None:
-        """Count a sample that was accepted, and keep its text, for people. Returns it with its text, if that came."""
+        """Count a sample that was accepted, and keep its text, for people. Returns it with its text, if that came.
+
+        version: the one that its round validates.
+        """
         job, item = self._job, push.item
         if not outcome.accepted or outcome.duplicate:
             return None
@@ -203,7 +212,7 @@ class SampleService:
         if job.reward_stats.observe(header, kind) and failure is not None:
             name, text = f"{item.group_id}/{item.index}", f"the first failure of its kind: {failure.head}"
             job.events.add(EventKind.REWARD, text, failure=kind, sample=name, error=failure.text)
-        record = self.record(item, header, metadata.get(TEXT_KEY))
+        record = self.record(item, header, metadata.get(TEXT_KEY), version)
         if record is not None and (record.kind == "validation" or record.error or self._is_chosen(item.group_id)):
             job.samples.pushed(record)
         return record
@@ -218,8 +227,10 @@ class SampleService:
             text = text.replace(name, short)
         return text
 
-    def record(self, item: PushItem, header: SampleHeader, text: str | None) -> SampleRecord | None:
-        """A sample as people read it; None of one that is not kept as text."""
+    def record(
+        self, item: PushItem, header: SampleHeader, text: str | None, version: int | None = None
+    ) -> SampleRecord | None:
+        """A sample as people read it; None of one that is not kept as text. version: that of its validation."""
         if text is None:
             return None
         try:
@@ -240,7 +251,7 @@ class SampleService:
             **known.model_dump(),
             at=job.wall(),
             kind="validation" if is_validation else "train",
-            step=max(header.newest_version, 0) if is_validation else job.progress.committed,
+            step=(version or 0) if is_validation else job.progress.committed,
             timeline=job.progress.timeline,
             group=item.group_id,
             index=item.index,

@@ -162,6 +162,11 @@ def _score_file(answers: Path, configs: Sequence[Path], overrides: Sequence[str]
                 f"answers of a file are scored by one function, and the validation set {label!r} has one of its own",
                 "name it for this file: --set evaluation.reward_function=…",
             )
+        if pass_score is None and "pass_score" not in written and of_set.pass_score != common.pass_score:
+            raise LaunchError(
+                f"answers of a file pass with one score, and the validation set {label!r} has one of its own",
+                "name it for this file: --pass-score",
+            )
     section = data["evaluation"]
     section["dataset"] |= {"name": "", "files": [str(answers.absolute())], "custom_class": "", "part": []}
     section["reference_column_name"] = section["reference_column_name"] or "answer"

@@ -1,8 +1,9 @@
 """The results of an evaluation: eval.json, a table with a column for each model, and the answers of each.
 
 eval.json              what `table` shows, with all digits
-<label>.answers.jsonl  a line for each prompt, as `[evaluation]` reads it: prompt, responses, answer, data_source;
-                       and scores, rewards, extracted answers and errors, in the order of the responses
+<label>.answers.jsonl  a line for each prompt, as `[evaluation]` reads it: prompt, responses, answer (of the row, as
+                       rewards get it), data_source; and scores, rewards, extracted answers and errors, in the order
+                       of the responses; `unanswered`: samples that were never generated, which are no responses
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.errors import LaunchError
 from launcher.evaluation.models import EvaluatedModel
 from launcher.plan.rundir import RunDir, read_json
 from launcher.trackers.follow import validation_metrics
@@ -20,6 +22,7 @@ from schema.scores.summary import estimates_of
 from schema.util.atomic_file import replacing, write_text
 from schema.wire import event_file, sample_file
 from schema.wire.messages import Estimate, SampleRecord, SourceScores, ValidationRecord
+from schema.wire.prompts import PromptFile, PromptFileError
 
 FORMAT = 1
 ALL = "all"
@@ -87,18 +90,27 @@ def write_answers(model: EvaluatedModel, directory: Path) -> int:
     groups: dict[str, list[SampleRecord]] = defaultdict(list)
     for record in sample_file.find(folder, kind="validation", step=0, limit=EVERY_SAMPLE):
         groups[record.group].append(record)
-    with replacing(answers_path(model, directory)) as neighbour, neighbour.open("w", encoding="utf-8") as file:
-        for records in groups.values():
-            file.write(json.dumps(_line(records), ensure_ascii=False) + "\n")
+    try:
+        rows = PromptFile(directory / model.label / "data" / "validation.safetensors")
+        with replacing(answers_path(model, directory)) as neighbour, neighbour.open("w", encoding="utf-8") as file:
+            for group, records in groups.items():
+                if line := _line(records, rows.row(int(group.rpartition("-p")[2]))):
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    except PromptFileError as error:
+        raise LaunchError(f"the answers of {model.label} are not written: {error}") from None
     return sum(map(len, groups.values()))
 
 
-def _line(records: Sequence[SampleRecord]) -> dict[str, Any]:
+def _line(every: Sequence[SampleRecord], row: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of a prompt. row: its prepared row. Empty where nothing was generated."""
+    records = [record for record in every if record.finish_reason != "abort"]
+    if not records:
+        return {}
     first = records[0]
     return {
         "prompt": first.prompt,
         "responses": [record.answer for record in records],
-        "answer": first.reference,
+        "answer": row.get("answer", ""),
         "data_source": first.source or None,
         "set": first.part or None,
         "scores": [record.score for record in records],
@@ -107,6 +119,7 @@ def _line(records: Sequence[SampleRecord]) -> dict[str, Any]:
         "errors": [record.error for record in records],
         "finish_reasons": [record.finish_reason for record in records],
         "response_tokens": [record.response_tokens for record in records],
+        "unanswered": len(every) - len(records),
     }
 
 

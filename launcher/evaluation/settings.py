@@ -88,8 +88,8 @@ class Settings:
         validation |= {"enable": True, "before": True, "only": True, "max_replicas": mesh["n_init_replicas"]}
         changed = self.sampling.changes(validation)
         validation |= changed
-        for part in validation["dataset"]["part"]:
-            part.update(dict.fromkeys(changed))  # the command line counts for all sets
+        for part in validation["dataset"]["part"]:  # the command line counts for all sets
+            part.update(dict.fromkeys({*changed, *self.sampling.changes(part)}))
         return data
 
 

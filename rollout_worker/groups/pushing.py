@@ -238,7 +238,7 @@ def to_sample(
     judged: `rewards`, `score`, `outage`, `ending`, `seconds` and `answer` of its header.
     """
     prompt = np.asarray(group.prompt_token_ids, np.int32)
-    n, r = len(prompt), len(generated.token_ids)
+    n, r, source = len(prompt), len(generated.token_ids), group.row.get("data_source")
     header = SampleHeader(
         index=index,
         prompt_tokens=n,
@@ -248,7 +248,7 @@ def to_sample(
         newest_version=max(generated.version_values.tolist(), default=-1),
         finish_reason=reason,
         baseline=index == group.greedy,
-        source=one_line(str(group.row.get("data_source", "")))[:LONGEST_SOURCE],
+        source=one_line(str("" if source is None else source))[:LONGEST_SOURCE],
         error=None if error is None else error[:MAX_ERROR],
         **judged,
     )

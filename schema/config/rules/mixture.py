@@ -12,11 +12,14 @@ from schema.config.root import Config
 from schema.config.rules.idle import written
 from schema.config.rules.rows import InGrpo, Refusal, Rule, refused
 from schema.config.sections.dataset import DatasetConfig, DatasetKeys
+from schema.util.text import one_line
 
 _POLICY = "train.train_policy"
 _CURRICULUM = f"{_POLICY}.curriculum"
 _OF_RESULTS = tuple(f"{_CURRICULUM}.{name}" for name in ("order_by_results", "leave_out_solved", "leave_out_failed"))
 MOST_NAME = 200
+MOST_REPORTED = 128
+"""Characters of a name in samples and scores (`schema.wire.sample.LONGEST_SOURCE`)."""
 ALL = "all"
 _SHARES_ADD_UP = 1.001e-3  # shares are written by hand: three times 0.333 is meant to be 1
 _TRAIN, _VALIDATION = f"{_POLICY}.dataset", "validation.dataset"
@@ -44,12 +47,14 @@ def _parts(key: str, dataset: DatasetConfig) -> Iterator[Problem]:
         yield Problem(
             f"{key}.{name}", message, value, "write it in the parts that it is for", related=(f"{key}.part",)
         )
-    labels = Counter(part.label for part in dataset.part)
+    labels = Counter(reported(part.label) for part in dataset.part)
     for i, part in enumerate(dataset.part):
         if not part.is_named:
             yield Problem(f"{key}.part[{i}].name", "this part names no dataset", "", "write its name or its files")
-        elif labels[part.label] > 1:
-            message = f"{labels[part.label]} parts are called {part.label!r}"
+        elif labels[reported(part.label)] > 1:
+            message = f"{labels[reported(part.label)]} parts are called {reported(part.label)!r}"
+            if reported(part.label) != one_line(part.label):
+                message += f" in reports, which cut names after {MOST_REPORTED} characters"
             yield Problem(f"{key}.part[{i}].source", message, part.source, "give each part a source of its own")
         elif part.label == ALL:
             yield Problem(f"{key}.part[{i}].source", "stands for all of them in reports", ALL, "call it otherwise")
@@ -60,6 +65,11 @@ def _parts(key: str, dataset: DatasetConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.part[{without[0]}].share", message, None, hint)
     elif not without and (fault := _not_one(dataset.shares)):
         yield Problem(f"{key}.part[0].share", fault[0], dataset.part[0].share, fault[1])
+
+
+def reported(label: str) -> str:
+    """The name of a part as samples and scores carry it."""
+    return one_line(label)[:MOST_REPORTED]
 
 
 def _stops_early(config: Config) -> bool:

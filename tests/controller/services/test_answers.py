@@ -78,6 +78,7 @@ def test_answers_of_a_validation_outlive_a_controller_that_ends_in_it(stage: Sta
     until(lambda: len(answers(served, "validation", 0)) == 6, "the validation is filed")
     said = answers(served, "validation", 0)
     assert names(said) == [(f"v1-p{row}", index) for row in range(3) for index in range(2)]
+    assert {line["step"] for line in said} == {0}
     assert said[0]["answer"] == f"0.0{lines}", "the first answer counts, as it does in the scores"
     until(lambda: not served.job.validation.unfiled, "its texts are forgotten")
     keys = [(f"v1-p{row}", f"text.{index}") for row in range(3) for index in range(2)]

@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import LaunchError
-from launcher.evaluation.models import find_models
-from launcher.evaluation.report import ALL, table
-from launcher.evaluation.settings import Sampling
+from launcher.evaluation.models import EvaluatedModel, find_models
+from launcher.evaluation.report import ALL, _line, table
+from launcher.evaluation.settings import Sampling, Settings
 from schema.scores.summary import ScoredPrompt, summarise
+from schema.wire.messages import SampleRecord
 from tests.launcher.cli import cosmos
+
+POLICY = '[policy]\nmodel_name_or_path = "owner/name"\n'
+DATA = '[train.train_policy.dataset]\nname = "owner/data"\n'
 
 
 def make_run(path: Path, *steps: int, outcome: str = "stopped", trained: bool = False) -> Path:
@@ -58,6 +62,35 @@ def test_a_temperature_ends_greedy_decoding() -> None:
     assert Sampling(temperature=0.0).changes({"top_k": -1}) == {"temperature": 0.0, "top_k": 1}
 
 
+def test_the_command_line_counts_for_sets_that_are_greedy_by_themselves(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        f'{POLICY}[train.train_policy]\nreward_function = "gsm8k"\n{DATA}[validation]\ntop_k = 20\n'
+        '[[validation.dataset.part]]\nname = "owner/a"\ntemperature = 0.0\ntop_k = 1\n'
+        '[[validation.dataset.part]]\nname = "owner/b"\ntop_k = 5\n'
+    )
+    model = EvaluatedModel("m", "owner/name", "owner/name")
+    settings = Settings([tmp_path / "run.toml"], [], Sampling(n_generation=8, temperature=0.8))
+    validation = settings.of_model(model, tmp_path, {})["validation"]
+    assert (validation["temperature"], validation["top_k"]) == (0.8, 20)
+    assert [(part["temperature"], part["top_k"]) for part in validation["dataset"]["part"]] == [
+        (None, None),
+        (None, 5),
+    ]
+
+
+def test_a_line_has_the_reference_of_the_row_and_what_was_generated() -> None:
+    record = SampleRecord.model_validate(
+        {"prompt": "?", "answer": "four", "group": "v1-p0", "index": 0, "kind": "validation", "step": 0}
+        | dict.fromkeys(("at", "prompt_tokens", "response_tokens", "oldest_version", "newest_version"), 1)
+        | {"timeline": 0, "finish_reason": "stop", "ending": "finished", "score": 1.0}
+    )
+    late = record.model_copy(update={"finish_reason": "abort", "answer": "", "score": None, "error": "SampleTimeout"})
+    line = _line([record, late], {"answer": ["4", "four"]})
+    assert (line["answer"], line["responses"], line["errors"]) == (["4", "four"], ["four"], [None])
+    assert line["unanswered"] == 1
+    assert _line([late], {}) == {}
+
+
 def test_the_table_has_a_column_for_each_model() -> None:
     one = summarise([ScoredPrompt("a", [1.0, 0.0], ["1", "2"]), ScoredPrompt("b", [1.0], ["1"], errors=1)], 1.0)
     two = summarise([ScoredPrompt("a", [1.0, 1.0], [None, None])], 1.0)
@@ -86,18 +119,19 @@ def test_the_table_has_a_column_for_each_model() -> None:
         (["--config", "sft.toml"], "trains on conversations: it has no rewards"),
         (["--config", "answers.toml"], "trains on conversations: its prompts are parts of conversations"),
         (["--answers", "rl.toml", "--config", "sets.toml"], "the validation set 'b' has one of its own"),
+        (["--answers", "rl.toml", "--config", "passes.toml"], "pass with one score, and the validation set 'b' has"),
         (["--config", "rl.toml"], "names no prompts to evaluate on"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(tmp_path: Path, arguments: list[str], words: str) -> None:
-    policy, data = (
-        '[policy]\nmodel_name_or_path = "owner/name"\n',
-        '[train.train_policy.dataset]\nname = "owner/data"\n',
-    )
+    policy, data = POLICY, DATA
     (tmp_path / "sft.toml").write_text(f'{policy}[train.train_policy]\ntype = "sft"\n{data}')
     (tmp_path / "rl.toml").write_text(f'{policy}[train.train_policy]\nreward_function = "gsm8k"\n{data}')
     generates = '[validation]\nenable = true\ngenerate = true\nreward_function = "gsm8k"\n'
     (tmp_path / "answers.toml").write_text((tmp_path / "sft.toml").read_text() + "test_size = 4\n" + generates)
     sets = '[[validation.dataset.part]]\nsource = "b"\nname = "owner/b"\nreward_function = "format"\n'
     (tmp_path / "sets.toml").write_text(f'{policy}[train.train_policy]\nreward_function = "gsm8k"\n{data}{sets}')
+    (tmp_path / "passes.toml").write_text(
+        (tmp_path / "sets.toml").read_text().replace('reward_function = "format"', "pass_score = 0.5")
+    )
     cosmos("eval", *arguments, cwd=tmp_path).complains(2, words)

@@ -126,6 +126,8 @@ def test_a_greedy_sample_is_marked_also_where_it_failed() -> None:
     group = lease(n=3, greedy=2)
     marked = [failed(group, index, "no").header.baseline for index in range(3)]
     assert marked == [False, False, True]
+    unnamed = group.model_copy(update={"row": {**group.row, "data_source": None}})
+    assert failed(unnamed, 0, "no").header.source == ""
 
 
 def test_a_sample_that_cannot_be_made_does_not_hold_its_group_for_ever() -> None:

@@ -98,6 +98,10 @@ def merged(*tables: dict[str, Any]) -> dict[str, Any]:
             {f"{D}.part": [{**ADDITION, "source": "all"}, ADDITION]},
             *(f"{D}.part[0].source", "stands for all of them in reports"),
         ),
+        (
+            {f"{D}.part": [{**ADDITION, "source": f"{'x' * 128}{end}"} for end in "ab"]},
+            *(f"{D}.part[0].source", "2 parts are called"),
+        ),
         ({f"{D}.part": [{"name": "synthetic:adding"}]}, f"{D}.part[0].name", 'unknown generator "synthetic'),
         ({f"{D}.part": [{"name": "no/such.jsonl"}]}, f"{D}.part[0].name", "no/such.jsonl does not exist"),
         ({f"{D}.part": [{**ADDITION, "test_size": 2.0}]}, f"{D}.part[0].test_size", "a float is a share of"),
