@@ -59,6 +59,7 @@ def snapshot(table: GroupTable, step: int) -> LedgerSnapshot:
         staleness=table.totals.staleness - since,
         n_positions=table.params.n_positions,
         order=table.params.order or None,
+        data=table.params.data or None,
         mixture=MixtureProgress(**table.mixture.to_record()) if len(table.mixture) > 1 else None,
         passes=table.passes.to_snapshot(step, _passes(table, untrained)),
     )

@@ -39,6 +39,8 @@ class LedgerParams:
     """Whether payloads may be needed again after their commit: only if a checkpoint can be returned to."""
     order: str = ""
     """Identifies the order in which rows are handed out."""
+    data: str = ""
+    """The hash of the prepared rows."""
     keep_recent: int = 512
     """How many trained groups, and how many dropped ones, are kept whole for people and late messages."""
     sources: tuple[Source, ...] = ()

@@ -70,7 +70,7 @@ from schema.wire.messages import (
     ValidationRecord,
 )
 from schema.wire.mixture import Source
-from schema.wire.prompts import PromptFileError
+from schema.wire.prompts import OTHER_ROWS, PromptFileError
 
 log = logging.getLogger(__name__)
 
@@ -214,11 +214,24 @@ class JobState:
         """Go on from a checkpoint of which the store knows nothing. Raises `ApiError`: nothing has changed."""
         before = self.progress.timeline
         self.ledger.begin_from(snapshot, timeline, began)
+        if isinstance(self.progress, GroupTable):
+            self._compare_data(snapshot, self.progress.params)
         if self.progress.timeline != before:
             self.publications.rewind(-1)
             self.steps.rewind(0)
         self.validation.begin_from(snapshot.committed_steps)
         self._say_rewind(snapshot.committed_steps)
+
+    def _compare_data(self, snapshot: LedgerSnapshot, params: LedgerParams) -> None:
+        """Say where a job goes on with other rows than its checkpoint had: it counts by their places."""
+        if (
+            snapshot.data
+            and params.data
+            and snapshot.n_positions == params.n_positions
+            and snapshot.data != params.data
+        ):
+            log.warning("%s", OTHER_ROWS)
+            self.events.add(EventKind.JOB, OTHER_ROWS, phase=str(self.phase), note=OTHER_ROWS)
 
     def forgive_downtime(self, alive_at: float | None) -> None:
         """No replica could beat or renew while no controller was there.

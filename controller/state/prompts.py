@@ -61,7 +61,7 @@ class RowCounts:
 
     n: all rows. sources: those of each source, where sources have shares. early: rows that were prepared before the
     others; early_digest: their hash. unfinished: whether these are all that there are as yet. grown: numbers of rows
-    that a job may have begun with, before there were all of these.
+    that a job may have begun with, before there were all of these. digest: the hash of the prepared rows.
     """
 
     n: int
@@ -70,6 +70,7 @@ class RowCounts:
     early_digest: str = ""
     unfinished: bool = False
     grown: tuple[int, ...] = ()
+    digest: str = ""
 
 
 class Prompts:
@@ -115,7 +116,9 @@ class Prompts:
         self._early = [source.early for source in self.sources] or [early]
         begun = {early} if early and not unfinished else set()
         grown = tuple(sorted({*self._stretches, *begun} - {len(self)}))
-        self.counts = RowCounts(len(self), self.sources, early, self._file.early_digest, unfinished, grown)
+        self.counts = RowCounts(
+            len(self), self.sources, early, self._file.early_digest, unfinished, grown, self._file.digest
+        )
 
     def __len__(self) -> int:
         return len(self._file)

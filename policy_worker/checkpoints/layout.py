@@ -78,6 +78,7 @@ class DataFacts(_Facts):
 
     grown: numbers of rows that the stream had before. early: rows with which it may have begun, before the others
     were prepared; unfinished: whether the others are still being prepared. A checkpoint does not hold these three.
+    digest: the hash of the prepared rows; empty: an earlier version saved it.
     """
 
     rows: int
@@ -85,6 +86,7 @@ class DataFacts(_Facts):
     shuffle: bool
     batch: int
     position: int
+    digest: str = ""
     grown: tuple[int, ...] = Field(default=(), exclude=True)
     early: int = Field(default=0, exclude=True)
     unfinished: bool = Field(default=False, exclude=True)

@@ -40,7 +40,7 @@ from policy_worker.trained.model import TrainedModel
 from policy_worker.trained.trainer import Trainer
 from schema.config import Config
 from schema.wire import messages as m
-from schema.wire.prompts import PromptFile, PromptFileError
+from schema.wire.prompts import OTHER_ROWS, PromptFile, PromptFileError
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,8 @@ def check_data(saved: DataFacts | None, now: DataFacts | None) -> None:
     if saved is None or now is None:
         return
     begun = now.early and saved.rows == now.early  # by a trainer that has seen the early rows alone
+    if saved.rows == now.rows and saved.digest and now.digest and saved.digest != now.digest:
+        log.warning(OTHER_ROWS)
     if begun or (saved.rows in now.grown and saved.position <= saved.rows):
         saved = saved.model_copy(update={"rows": now.rows})
     names = {"rows": "rows of the dataset", "seed": "train.seed", "batch": "rows of a step"}
@@ -135,6 +137,7 @@ def data_facts(config: Config, reply: m.RegisterReply) -> DataFacts | None:
         grown=tuple(data.grown),
         early=data.early,
         unfinished=data.unfinished,
+        digest=data.digest,
         seed=config.effective_seed,
         shuffle=config.sft.dataloader_shuffle,
         batch=config.samples_per_step,

@@ -50,6 +50,12 @@ _TYPES = {
 MOST_SOURCES = 2**16 - 1
 
 
+OTHER_ROWS = (
+    "the prepared rows are not those of the checkpoint (other data, template or columns): training goes on at the "
+    "same place among them, whichever rows were there"
+)
+
+
 class PromptFileError(ValueError):
     """The file is missing, of another format, or damaged."""
 

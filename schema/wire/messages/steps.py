@@ -120,5 +120,7 @@ class LedgerSnapshot(Message):
         description="Rows of the prepared data: positions of other data mean other prompts.")
     order: str | None = Field(default=None, max_length=128, pattern=PLAIN,
         description="Identifies the order in which the rows are handed out.")
+    data: str | None = Field(default=None, max_length=128, pattern=PLAIN,
+        description="The hash of the prepared rows: what goes on with others says so.")
     mixture: MixtureProgress | None = Field(default=None, description="Where sources have shares of their own.")
     passes: PassProgress | None = Field(default=None, description="Where the curriculum follows results.")

@@ -26,6 +26,7 @@ from schema.config import Config
 from schema.wire import messages as m
 from schema.wire.batch import decode_batch
 from schema.wire.messages import ErrorCode, Phase
+from schema.wire.prompts import OTHER_ROWS
 from schema.wire.sample import decode_sample
 from tests.controller.conftest import PATIENT, Stage, refused
 from tests.controller.drivers import Rollout, begin, make_frame, make_header, train_step
@@ -287,6 +288,10 @@ def test_an_empty_store_goes_on_from_the_checkpoint_alone(stage: Stage) -> None:
     resumed = stage.trainer(second)
     reply = resumed.register(resume_step=3, snapshot=snapshot)
     assert (reply.committed_steps, reply.timeline, reply.timeline_began) == (3, 1, 3)
+    others = stage.serve(config)
+    stage.trainer(others).register(resume_step=3, snapshot=snapshot.model_copy(update={"data": "of other rows"}))
+    said = [[event.text for event in served.job.events.after(0)] for served in (second, others)]
+    assert [OTHER_ROWS in texts for texts in said] == [False, True]
     rollout = stage.rollout(second)
     resumed.publish(3)
     rollout.register()

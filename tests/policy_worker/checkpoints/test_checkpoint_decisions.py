@@ -161,6 +161,14 @@ def test_other_rows_are_refused(field: str):
         check_data(saved, saved.model_copy(update={field: getattr(saved, field) + 1}))
 
 
+def test_other_rows_of_the_same_number_are_said(caplog: pytest.LogCaptureFixture):
+    saved = DataFacts(rows=32, seed=1, shuffle=True, batch=8, position=16, digest="a")
+    check_data(saved, saved.model_copy(update={"digest": ""}))
+    assert not caplog.records
+    check_data(saved, saved.model_copy(update={"digest": "b"}))
+    assert "are not those of the checkpoint" in caplog.text
+
+
 def test_rows_that_come_later_are_taken():
     saved = DataFacts(rows=32, seed=1, shuffle=True, batch=8, position=32)
     now = saved.model_copy(update={"rows": 48, "grown": (16, 32)})
