@@ -95,9 +95,8 @@ def with_query(question: Any, query: Any, where: str) -> Any:
     return f"{question}\n{query}"
 
 
-def read_pair(prompt: Any, response: Any, where: str) -> list[Message]:
+def pair_of(question: str | list[Message], response: Any, where: str) -> list[Message]:
     """A prompt and the answer to learn as one conversation. Raises `DataError`."""
-    question = read_prompt(prompt, where)
     if not isinstance(response, str):
         raise DataError(f"{where}: the response must be text, not {type(response).__name__}")
     return [*as_messages(question), {"role": "assistant", "content": response}]

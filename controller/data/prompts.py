@@ -67,7 +67,7 @@ class PromptChunks:
                     out.leave_out("an empty prompt", source.where(i))
                 elif (kept := self.bound.fit(len(ids), source.where(i), out)) is not None:
                     row = prompt_row(config, part, i, raw, prompt, added, out.report)
-                    if config.grpo.response_column_name and _is_blank(row["answer"]):
+                    if config.grpo.response_column_name and is_blank(row["answer"]):
                         out.report.empty_references.add(source.where(i))
                     order = [number(raw, self._order, source, i)] if self._order else []
                     out.add(ids[kept], row)
@@ -92,7 +92,7 @@ def domain_of(config: Config, source: RowSource, i: int, raw: Row) -> str:
     return key_text(name)
 
 
-def _is_blank(answer: Any) -> bool:
+def is_blank(answer: Any) -> bool:
     """Whether a value, as JSON holds it, says nothing."""
     return not answer.strip() if isinstance(answer, str) else answer in (None, [], {})
 
@@ -136,7 +136,7 @@ def note_not_in_prompt(
     """
     names = {name.partition(".")[0] for name in read}
     for name, remedy in {**_NOT_IN_PROMPT, **others}.items():
-        if name in raw and name not in names and not _is_blank(without_nulls(raw[name])):
+        if name in raw and name not in names and not is_blank(without_nulls(raw[name])):
             note(out, f"have a column `{name}`, which is not put into the prompt; {remedy}", where)
 
 

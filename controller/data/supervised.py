@@ -17,8 +17,9 @@ from controller.data.conversations import (
     LOSS_FLAGS,
     Message,
     as_messages,
+    pair_of,
     read_messages,
-    read_pair,
+    read_prompt,
     with_query,
     without_flags,
 )
@@ -26,7 +27,7 @@ from controller.data.errors import DataError
 from controller.data.loss_masks.tokens import Ids, Learnt, Stops
 from controller.data.media import refuse_media
 from controller.data.parts import Part, check_source, rewards_by_source
-from controller.data.prompts import note, note_not_in_prompt, order_column, put_system, tools_of
+from controller.data.prompts import is_blank, note, note_not_in_prompt, order_column, put_system, tools_of
 from controller.data.reading.sources import RowSource, optional_column
 from controller.data.rows import Bound, Prepared, Row, judged, named, number, reference, value, with_columns
 from controller.data.tokenizer import PromptTokenizer
@@ -47,13 +48,17 @@ _OF_PAIRS = dict.fromkeys(("input", "query"), "query_column_name puts it behind 
 
 
 class _Talk(NamedTuple):
-    """A conversation, and of which row it is; unlearnt: the places of turns that have no loss."""
+    """A conversation, and of which row it is; unlearnt: the places of turns that have no loss.
+
+    put: turns in front that are not the row's own, but the configuration's system prompt.
+    """
 
     i: int
     raw: Row
     messages: list[Message]
     unlearnt: frozenset[int]
     tools: list[Any] | None
+    put: int
 
 
 class ConversationChunks:
@@ -68,6 +73,7 @@ class ConversationChunks:
         self._columns = frozenset(config.sft.columns.values())
         self._order = order_column(config, part)
         self._answered = part.role == "validation" and config.generates
+        self._reference = config.validation.reference_column_name
         self._stops, self._shows_tools = stops_of(config, tokenizer), tokenizer.shows_tools()
 
     def __call__(self, batch: list[tuple[int, Row]]) -> Prepared:
@@ -84,7 +90,8 @@ class ConversationChunks:
         for i, raw in batch:
             where = self._source.where(i)
             with judged(out.report.bad):
-                conversation = put_system(config, _conversation(config, self._source, i, raw), raw, where, out)
+                own = _conversation(config, self._source, i, raw)
+                conversation = put_system(config, own, raw, where, out)
                 refuse_media(self._part.dataset, self._part.section, raw, conversation, where)
                 messages, unlearnt = without_flags(as_messages(conversation), where)
                 if unlearnt:
@@ -93,7 +100,7 @@ class ConversationChunks:
                 read = {*self._columns, config.sft.system_prompt_column_name}
                 note_not_in_prompt(raw, read, where, out, _OF_PAIRS if config.sft.has_pairs else {})
                 tools = tools_of(config, raw, where, self._shows_tools, out)
-                yield _Talk(i, raw, messages, unlearnt, tools)
+                yield _Talk(i, raw, messages, unlearnt, tools, len(messages) - len(own))
 
     def _encoded(self, talks: list[_Talk], out: Prepared) -> Iterator[tuple[_Talk, Learnt]]:
         """The conversations with tokens and loss masks; one by one where the template refuses some of them."""
@@ -131,12 +138,14 @@ class ConversationChunks:
                 out.report.without_stop.add(where)
             others = {name: content for name, content in talk.raw.items() if name not in self._columns}
             key: Row = {"key": self._part.key(talk.i)}
+            read: dict[str, str] = {}
             if self._answered:
                 if (asked := self._asked(talk, ids[kept][: start_of_answer(mask[kept])], out)) is None:
                     return
-                key |= asked
+                key, others = key | asked, talk.raw  # rewards get all columns
+                read = {"prompt": self._config.sft.prompt_column_name, "answer": self._reference}
             order = [number(talk.raw, self._order, self._source, talk.i)] if self._order else []
-            out.add(ids[kept], with_columns(key, {}, others, self._source, talk.i, out.report), mask[kept])
+            out.add(ids[kept], with_columns(key, read, others, self._source, talk.i, out.report), mask[kept])
             out.order += order
 
     def _asked(self, talk: _Talk, prompt: Ids, out: Prepared) -> Row | None:
@@ -158,9 +167,13 @@ class ConversationChunks:
         (rendered,) = tokenizer.encode([tokenizer.text(talk.messages[:last])])
         if not np.array_equal(rendered, prompt):
             note(out, "are answered behind other tokens than the chat template puts before an answer", where)
-        column = config.validation.reference_column_name
-        answer = reference(talk.raw, column, self._source, talk.i, out.report) if column else ""
-        row: Row = {"prompt": talk.messages[:last], "answer": answer or talk.messages[last].get("content") or ""}
+        answer = talk.messages[last].get("content") or ""
+        if self._reference:
+            answer = reference(talk.raw, self._reference, self._source, talk.i, out.report)
+            if is_blank(answer):
+                out.report.empty_references.add(where)
+        asked = talk.messages[talk.put : last]
+        row: Row = {"prompt": _question(config, self._source, talk.i, talk.raw) or asked, "answer": answer}
         key = rewards_by_source(config, self._part)
         if self._part.gives_source or key is not None:
             given = self._part.named_source(talk.raw, SOURCE_COLUMN)
@@ -192,11 +205,20 @@ def stops_of(config: Config, tokenizer: PromptTokenizer) -> Stops:
     return Stops(ids.union(sampling.stop_token_ids), tuple(sampling.stop))
 
 
+def _question(config: Config, source: RowSource, i: int, raw: Row) -> str | list[Message]:
+    """The question of a row of two columns, as rewards of reinforcement get it; empty for a conversation."""
+    sft, where = config.sft, source.where(i)
+    if not sft.has_pairs:
+        return ""
+    question = value(raw, sft.prompt_column_name, source, i)
+    if sft.query_column_name:
+        question = with_query(question, optional_column(raw, sft.query_column_name), where)
+    return read_prompt(question, where)
+
+
 def _conversation(config: Config, source: RowSource, i: int, raw: Row) -> list[Message]:
     sft, where = config.sft, source.where(i)
     if sft.has_pairs:
-        question = value(raw, sft.prompt_column_name, source, i)
-        if sft.query_column_name:
-            question = with_query(question, optional_column(raw, sft.query_column_name), where)
-        return read_pair(question, value(raw, sft.response_column_name, source, i), where)
+        question = _question(config, source, i, raw)
+        return pair_of(question, value(raw, sft.response_column_name, source, i), where)
     return read_messages(value(raw, sft.conversation_column_name, source, i), where)

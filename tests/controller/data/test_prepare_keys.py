@@ -147,6 +147,22 @@ def test_held_out_conversations_are_questions_too_where_answers_are_generated(mo
     (reason,) = report["left_out"]
     assert reason == "a last turn that has not 1 to 98 tokens in front of it (validation.generate)"
     assert not [text for text in report["noted"] if "other tokens" in text]
+    pairs = write(
+        tmp_path / "pairs.jsonl", [{"q": "3-3?", "a": "It is 0.", "gold": 0}, {"q": "2+2?", "a": "4", "gold": 4}]
+    )
+    columns = {"prompt_column_name": "q", "response_column_name": "a", "system_prompt": "Add."}
+    of_pairs = {**validation, "reference_column_name": "gold", "dataset": {"name": str(pairs)}}
+    given = config(model_dir, pairs, {"type": "sft", **columns}, validation=of_pairs)
+    assert prepare(given, tmp_path)["validation"] == 2
+    rewarded = Prompts(path, seed=0, shuffle=False).get(0, 0)[1]
+    assert rewarded == {
+        "key": "validation/0",
+        "prompt": "3-3?",
+        "q": "3-3?",
+        "a": "It is 0.",
+        "gold": 0,
+        "answer": 0,
+    }, "as rewards of reinforcement get it"
     validation |= {"reference_column_name": "data_source"}
     given = config(model_dir, write(tmp_path / "rows.jsonl", rows[1:2]), {"type": "sft"}, validation=validation)
     with pytest.raises(DataError, match="row 1: `data_source` is empty"):
