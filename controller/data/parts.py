@@ -151,7 +151,7 @@ def further_rows(config: Config, part: Part, kept: int, run_dir: Path) -> float:
     if not dataset.custom_class or not trains or not kept or dataset.max_samples:
         return 1.0
     least = most_rows(config, part.section, dataset)
-    if least is None or has_ended(rows_file(config, dataset, run_dir)):
+    if least is None or has_ended(rows_file(config, part.section, dataset, run_dir)):
         return 1.0
     return max(1.0, least / kept)
 

@@ -10,10 +10,20 @@ import fcntl
 import os
 from pathlib import Path
 
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 
-def open_lock(path: Path) -> int:
-    """Open a lock file, made where it is missing. Raises `OSError`; a symbolic link is one."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+def open_lock(path: Path, *, shared: bool = False) -> int:
+    """Open a lock file, made where it is missing. Raises `OSError`; a symbolic link is one.
+
+    shared: among users: one that another has made can be locked without being written.
+    """
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644 if shared else 0o600)
+    except PermissionError:
+        if not shared:
+            raise
+        return os.open(path, os.O_RDONLY | _FLAGS)
 
 
 def try_lock(descriptor: int, *, exclusive: bool) -> bool:

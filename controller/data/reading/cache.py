@@ -72,14 +72,17 @@ class FileCache:
     _verified: set[Path] = set()  # noqa: RUF012 - of the process: copies whose hash was right
 
     def __init__(self, root: Path, limit: int) -> None:
-        self.root, self.limit = root / "files", limit
+        self.root, self.limit = root.resolve() / "files", limit  # copies in use are told by their whole path
         try:
             for folder in ("copies", "partial", "views", "listings"):
                 (self.root / folder).mkdir(parents=True, exist_ok=True)
             rows_folder(self.root).mkdir(exist_ok=True)
         except OSError as error:
-            fault = f"the cache {self.root} cannot be written: {error.strerror or error}"
-            raise DataError(f"{fault}; set train.train_policy.dataset_cache_dir to a directory that can") from None
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> DataError:
+        fault = f"the cache {self.root} cannot be written: {error.strerror or error}"
+        return DataError(f"{fault}; set train.train_policy.dataset_cache_dir to a directory that can")
 
     # ---- copies -------------------------------------------------------------------------------------------
 
@@ -101,7 +104,8 @@ class FileCache:
                 return False
             if connected and copy not in self._verified and record["fetched"] - file.modified < SETTLED_S:
                 return False
-            os.utime(record_path)
+            with suppress(PermissionError):  # another user's, who can be read
+                os.utime(record_path)
         except (OSError, ValueError, KeyError, TypeError):
             return False
         self._verified.add(copy)
@@ -139,7 +143,9 @@ class FileCache:
         """
         with self.alone(self.root / "lock"):
             in_use = {link.resolve() for view in self._views_in_use() for link in _links(view)}
-            for partial in (*(self.root / "partial").iterdir(), *rows_folder(self.root).glob(".*")):
+            rows = rows_folder(self.root)
+            unfinished = [*(self.root / "partial").iterdir(), *rows.glob(".*"), *self._unrecorded(in_use)]
+            for partial in unfinished:
                 with suppress(FileNotFoundError):
                     if time.time() - partial.stat().st_mtime > _FORGET_S:
                         partial.unlink()
@@ -155,17 +161,27 @@ class FileCache:
     # ---- views and listings -------------------------------------------------------------------------------
 
     def view(self, name: str, copies: Mapping[str, Path]) -> Path:
-        """A directory with a link to each copy by its path; it and the copies stay as long as this process lives."""
+        """A directory with a link to each copy by its path; it and the copies stay as long as this process lives.
+
+        Raises `DataError` where nothing can be written.
+        """
+        try:
+            return self._view(name, copies)
+        except PermissionError as error:
+            raise self._unwritable(error) from None
+
+    def _view(self, name: str, copies: Mapping[str, Path]) -> Path:
         view = self.root / "views" / _id(name, *(f"{path}\0{copy.name}" for path, copy in copies.items()))
         if view not in self._held:
             lock = view.with_suffix(".lock")
-            descriptor = open_lock(lock)
+            descriptor = open_lock(lock, shared=True)
             while not try_lock(descriptor, exclusive=False):
                 time.sleep(_WAIT_S)
             self._held[view] = descriptor
         for path, copy in copies.items():
             link = view / path
-            copy.touch(exist_ok=True)
+            if not copy.exists():
+                copy.touch()
             if not link.is_symlink():
                 link.parent.mkdir(parents=True, exist_ok=True)
                 with suppress(FileExistsError):  # made by another process at the same moment
@@ -175,13 +191,21 @@ class FileCache:
     def _views_in_use(self) -> Iterator[Path]:
         """Yield the views whose lock a process holds; those that nobody uses are removed."""
         for view in [path for path in (self.root / "views").iterdir() if path.is_dir()]:
-            descriptor = open_lock(view.with_suffix(".lock"))
+            descriptor = open_lock(view.with_suffix(".lock"), shared=True)
             is_free = view not in self._held and try_lock(descriptor, exclusive=True)
             if is_free:
                 shutil.rmtree(view, ignore_errors=True)
             release(descriptor)
             if not is_free:
                 yield view
+
+    def _unrecorded(self, in_use: Collection[Path]) -> Iterator[Path]:
+        """Yield what a killed process has put into its place without a record, which nobody will ever find."""
+        for folder in (self.root / "copies", rows_folder(self.root)):
+            for path in folder.iterdir():
+                if path.suffix not in (".json", ".lock") and path not in in_use and not path.name.startswith("."):
+                    if not path.with_suffix(".json").exists():
+                        yield path
 
     def _entries(self) -> Iterator[Entry]:
         for record in (self.root / "copies").glob("*.json"):
@@ -218,7 +242,10 @@ class FileCache:
     @contextmanager
     def alone(self, path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Hold the lock of a file. waiting: is called once where another process has it."""
-        descriptor = open_lock(path)
+        try:
+            descriptor = open_lock(path, shared=True)
+        except PermissionError as error:
+            raise self._unwritable(error) from None
         try:
             if not try_lock(descriptor, exclusive=True):
                 waiting()

@@ -51,7 +51,7 @@ def run_class(config: Config, section: str, dataset: DatasetKeys, run_dir: Path,
     section: where the configuration names it. spare: how many times as many rows as steps take are asked of an
     iterable, since some are left out.
     """
-    target = rows_file(config, dataset, run_dir)
+    target = rows_file(config, section, dataset, run_dir)
     most = most_rows(config, section, dataset)
     most = None if most is None else int(most * spare)
     if _has_enough(target, most):
@@ -79,9 +79,10 @@ def run_class(config: Config, section: str, dataset: DatasetKeys, run_dir: Path,
     raise DataError(f"{section}.custom_class = {dataset.custom_class!r}: {why}")
 
 
-def rows_file(config: Config, dataset: DatasetKeys, run_dir: Path) -> Path:
+def rows_file(config: Config, section: str, dataset: DatasetKeys, run_dir: Path) -> Path:
     """Where the rows of a class are. Raises `DataError`."""
-    return run_dir / "data" / "own" / f"{digest_of(config, dataset)}.jsonl"
+    place = section.partition(".")[0]  # training and validation read as far as each needs
+    return run_dir / "data" / "own" / f"{place}-{digest_of(config, dataset)}.jsonl"
 
 
 class _LastLine(threading.Thread):

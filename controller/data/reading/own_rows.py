@@ -20,7 +20,7 @@ from typing import Any
 
 from controller.data.errors import DataError
 from controller.data.reading.own_class import BLOCK, FAULT, done_file, own_config
-from controller.data.values import jsonable
+from controller.data.values import is_missing, jsonable
 from schema.config import Config
 from schema.config.modules import ExternalModuleError, import_external
 from schema.config.sections.dataset import DatasetKeys
@@ -234,6 +234,8 @@ def _line(item: Any, number: int, config: Config) -> bytes:
     if not isinstance(item, Mapping):
         raise _Fault(f"row {number} is {type(item).__name__}, not a dict of columns")
     row = {str(name): _plain(value) for name, value in item.items()}
+    if wrong := next((name for name in _read_columns(config) if _has_bytes(row.get(name))), ""):
+        raise _Fault(f"row {number}, `{wrong}`: bytes, not text; decode them")
     column, names = _named(config)
     if column and column not in row and "." not in column:
         row |= next(({column: row[name]} for name in names if name in row), {})
@@ -250,8 +252,23 @@ def _named(config: Config) -> tuple[str, tuple[str, ...]]:
     return config.sft.conversation_column_name, ("messages",)
 
 
+def _read_columns(config: Config) -> set[str]:
+    """The columns whose text a model or a reward gets."""
+    policy = config.train.train_policy
+    named = {getattr(policy, name) for name in type(policy).model_fields if name.endswith("_column_name")}
+    return {name for name in {*named, *_named(config)[1], _named(config)[0]} if name}
+
+
+def _has_bytes(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_bytes, value.values()))
+    return any(map(_has_bytes, value)) if isinstance(value, list) else isinstance(value, bytes | bytearray)
+
+
 def _plain(value: Any) -> Any:
-    """Tensors and arrays as lists, wherever they are in a value."""
+    """Tensors and arrays as lists, wherever they are in a value, and null for what pandas has no value for."""
+    if is_missing(value):
+        return None
     if isinstance(value, Mapping):
         return {name: _plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -261,4 +278,7 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended_with = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ended_with)  # a thread that the class has started does not hold it up

@@ -90,6 +90,21 @@ class Drifts:
             yield {"prompt": str(i)}
             i += 1
 
+class Gaps(Plain):
+    def __getitem__(self, i):
+        nan = float("nan")
+        return {"prompt": [{"role": "user", "content": "?", "name": nan}], "answer": nan, "x": [1.5]}
+
+class Bytes(Plain):
+    def __getitem__(self, i):
+        return {"prompt": [{"role": "user", "content": b"?"}]}
+
+class Threads:
+    def __iter__(self):
+        import threading, time
+        threading.Thread(target=time.sleep, args=(100,)).start()
+        yield from ({"prompt": str(i)} for i in range(100))
+
 class Ends:
     def __iter__(self):
         yield from ({"prompt": str(i)} for i in range(5))
@@ -150,6 +165,7 @@ def test_a_class_gets_what_it_has_parameters_for_and_is_asked_for_each_row_once(
         ("OfVerl", "it has the parameter 'missing', of which nothing is known"),
         ("Texts", "row 1 is str, not a dict of columns"),
         ("Nothing", "has no function 'Nothing'"),
+        ("Bytes", "row 1, `prompt`: bytes, not text; decode them"),
     ],
 )
 def test_a_class_at_fault_is_named_with_the_row(
@@ -157,6 +173,23 @@ def test_a_class_at_fault_is_named_with_the_row(
 ) -> None:
     with pytest.raises(DataError, match=words):
         rows_of(of(code, model_dir, name), tmp_path)
+
+
+def test_what_has_no_value_is_null_and_a_thread_holds_nothing_up(code: Path, model_dir: Path, tmp_path: Path) -> None:
+    row = rows_of(of(code, model_dir, "Gaps"), tmp_path)[0]
+    assert row == {"prompt": [{"role": "user", "content": "?", "name": None}], "answer": None, "x": [1.5]}
+    assert len(rows_of(of(code, model_dir, "Threads", steps=1, custom_class_timeout=30), tmp_path)) < 100
+
+
+def test_training_and_validation_read_as_far_as_each_needs(code: Path, model_dir: Path, tmp_path: Path) -> None:
+    config = of(code, model_dir, "Threads", steps=1)
+    dataset = config.train.train_policy.dataset
+    first = run_class(config, "train.train_policy.dataset", dataset, tmp_path)
+    rows = first.read_text()
+    validated = run_class(config.model_copy(update={"validation": config.validation.model_copy(
+        update={"dataset": dataset})}), "validation.dataset", dataset, tmp_path)  # fmt: skip
+    assert len(validated.read_text().splitlines()) == 100
+    assert first.read_text() == rows
 
 
 def test_a_class_that_hangs_is_given_up(code: Path, model_dir: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -242,6 +243,8 @@ def test_several_processes_fetch_once(put: Put, tmp_path: Path) -> None:
 def test_old_copies_make_room_and_those_in_use_stay(
     put: Put, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "cache").symlink_to("disk")  # as directories of clusters are
     for name in "abc":
         put(f"room/{name}.csv", b"p\n" + b"1\n" * 400)
     code = (
@@ -262,6 +265,12 @@ def test_old_copies_make_room_and_those_in_use_stay(
     opened("s3://data/room/c.csv", gib=gib)
     assert sizes() == [802, 802]
     assert "since running jobs use what is in it" in caplog.text
+    (folder,) = (tmp_path / "disk").glob("*/rows")
+    left = folder / "0f.train"  # of a process that was killed before it wrote the record
+    left.touch()
+    os.utime(left, (0, 0))
+    cache.FileCache(folder.parent, 1).make_room(1)
+    assert not left.exists()
     assert len(rows("s3://data/room/b.csv")) == 400
 
 
