@@ -5,6 +5,7 @@ One more is a class here with `@sink(name, package)`, its name in `logging.logge
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ class Mlflow:
     def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         from mlflow.entities import Metric
 
-        rows = [Metric(name, value, round(at * 1000), step) for name, value in metrics.items()]
+        rows = [Metric(mlflow_name(name), value, round(at * 1000), step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=rows)
 
     def show(self, step: int, table: AnswerTable, at: float) -> None:
@@ -187,6 +188,11 @@ class Mlflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+def mlflow_name(name: str) -> str:
+    """The name of a metric by the letters that MLflow takes: a batch with another one is refused whole."""
+    return re.sub(r"[^\w/.\- ]", "_", name.replace("@", "_at_"), flags=re.ASCII)
 
 
 @sink("swanlab")
