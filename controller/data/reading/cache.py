@@ -203,9 +203,9 @@ class FileCache:
         """Yield what a killed process has put into its place without a record, which nobody will ever find."""
         for folder in (self.root / "copies", rows_folder(self.root)):
             for path in folder.iterdir():
-                if path.suffix not in (".json", ".lock") and path not in in_use and not path.name.startswith("."):
-                    if not path.with_suffix(".json").exists():
-                        yield path
+                is_data = path.suffix not in (".json", ".lock") and not path.name.startswith(".")
+                if is_data and path not in in_use and not path.with_suffix(".json").exists():
+                    yield path
 
     def _entries(self) -> Iterator[Entry]:
         for record in (self.root / "copies").glob("*.json"):
