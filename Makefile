@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test unit e2e soak gpu images lint format schema clean setup setup-vllm setup-8bit setup-gpu setup-browser setup-shellcheck setup-cluster
+.PHONY: help run test unit e2e soak gpu images lint format schema clean setup setup-vllm setup-8bit setup-gpu setup-browser setup-shellcheck setup-cluster setup-hydra
 
 help:  ## print this list
 	@echo "cosmos-launch: asynchronous reinforcement learning of language models"; echo
@@ -34,7 +34,7 @@ test: unit e2e  ## every test: units in parallel, then real jobs on both engines
 unit: setup setup-shellcheck  ## the fast tests
 	$(BIN)/pytest -n 3 --ignore tests/e2e -m "not slow and not e2e and not soak"
 
-e2e: setup setup-vllm setup-8bit setup-gpu setup-browser setup-cluster  ## the slow tests: real processes, both engines, real failures
+e2e: setup setup-vllm setup-8bit setup-gpu setup-browser setup-cluster setup-hydra  ## the slow tests: real processes, both engines, real failures
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "(slow or e2e) and not soak" --timeout 900 --durations 15
 
 soak: setup setup-vllm  ## list the long proofs; with AREA= run one area of them, or all
@@ -75,6 +75,9 @@ setup-gpu: .venv-gpu/.installed
 # Apart from the others: transformers would load it into every process.
 setup-8bit: $(VENV)/.installed
 	@test -d $(VENV)/8bit/torchao || $(PIP) --no-deps --target $(VENV)/8bit 'torchao>=0.18'
+# Apart too: its ANTLR is another than the one with which math-verify reads answers.
+setup-hydra: $(VENV)/.installed
+	@test -d $(VENV)/hydra/hydra || $(PIP) --target $(VENV)/hydra 'hydra-core>=1.3,<1.4'
 # The dashboard is tested in a real browser; without root its package has to be there.
 setup-browser:
 	@command -v chromium >/dev/null || ( apt-get update -qq && apt-get install -qqy --no-install-recommends chromium )

@@ -4,7 +4,8 @@
     text = to_toml(conversion)             # ours, with comments
     report = to_report(conversion)         # what became of every key
 
-How `engine` is built, from the bottom: `keys`, `interpolation`, `source` read a file; `model` says what a
+`launches.reading` finds the configuration that a file holds or starts, `hydra` composes it. How `engine` is built,
+from the bottom: `keys`, `interpolation`, `source` read a file; `model` says what a
 conversion is; `rules` is what becomes of a key, `to` has converters and `values` types; `table` reads rules, and
 the closed list of what has no counterpart (`unsupported`), from rows of a text; `engine` applies them;
 `strangers` deals with keys that no rule knows; `fallback` knows what only changes speed; `write` makes text of
@@ -17,13 +18,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from convert.engine.model import Conversion
+    from convert.launches.reading import Configuration
     from schema.config.problem import Problem
 
 _TOML_LINE = re.compile(r"^[ \t]*(?:\[\[?[\w.\"-]+\]|[\w.-]+ = )", re.MULTILINE)
@@ -34,19 +36,22 @@ def convert(
     system: str | None = None,
     env: Mapping[str, str] | None = None,
     allow_unknown: Collection[str] = (),
+    words: Sequence[str] = (),
+    search_path: Sequence[Path] = (),
 ) -> Conversion:
     """Convert a file. system: its name on the command line, or None to find out. env: for
     `${oc.env:…}`; None: empty.
 
-    allow_unknown: dotted keys of the file that are not understood and may be left out all the same.
+    allow_unknown: dotted keys of the file that are not understood and may be left out all the same. words: of Hydra's
+    command line, `key=value`. search_path: directories in which files are looked for that the file names.
 
     Raises ConfigError (`schema.config`) where the file cannot be read, is not a configuration of a known
     system, refers to what is not there, or has no such key to leave out. Keys it cannot place are entries of the
     result, not errors, unless they are most of the file.
     """
-    from convert.engine.source import read_file
+    from convert.launches.reading import configuration
 
-    return convert_text(read_file(Path(path)), str(path), system, env, allow_unknown)
+    return _converted(configuration(Path(path), words, search_path), system, env, allow_unknown)
 
 
 def convert_text(
@@ -57,23 +62,31 @@ def convert_text(
     allow_unknown: Collection[str] = (),
 ) -> Conversion:
     """Convert a text; `name` is what errors and comments call it, and its ending distinguishes YAML from TOML."""
+    from convert.engine.source import read_source
+    from convert.launches.reading import Configuration
+
+    return _converted(Configuration(read_source(text, name)), system, env, allow_unknown)
+
+
+def _converted(
+    configuration: Configuration, system: str | None, env: Mapping[str, str] | None, allow_unknown: Collection[str]
+) -> Conversion:
     from convert.engine.engine import convert_source
     from convert.engine.foreign import other_system
     from convert.engine.registry import detect, kind_of, reader, readers
-    from convert.engine.source import read_source
 
-    source = read_source(text, name)
-    if system is None:
-        chosen, kind = detect(source, readers())
+    source = configuration.source
+    if (name := system or configuration.system) is not None:
+        chosen = reader(name)
+        kind = configuration.kind or kind_of(source, chosen)
     else:
-        chosen = reader(system)
-        kind = kind_of(source, chosen)
+        chosen, kind = detect(source, readers())
     conversion = convert_source(source, chosen, kind, {} if env is None else env, allow_unknown)
     if (other := other_system(source.data)) is not None:
         why = ", as asked for" if system is not None else f", for it has keys that only {chosen.title} has"
         warning = f"this looks like a file of {other.title}; its keys are read as {chosen.title}'s{why}"
         conversion = replace(conversion, warnings=(warning, *conversion.warnings))
-    return conversion
+    return replace(conversion, warnings=(*configuration.notes, *conversion.warnings))
 
 
 def recognise(text: str, name: str) -> Problem | None:

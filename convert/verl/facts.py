@@ -45,10 +45,12 @@ def world_size(context: ConversionContext) -> int:
 
 
 def is_megatron(context: ConversionContext, role: str = ACTOR) -> bool:
-    """Whether a role is trained by Megatron: its strategy says so, or only Megatron's block is there."""
+    """Whether a role is trained by Megatron: its strategy or class says so, or only Megatron's block is there."""
     strategy = context.text(f"{role}.strategy")
     if strategy:
         return strategy.startswith("megatron")
+    if str(context.values.get(f"{role}._target_", "")).endswith(("McoreEngineConfig", "MegatronEngineConfig")):
+        return True
     return bool(context.below(f"{role}.megatron"))
 
 

@@ -19,11 +19,39 @@ if TYPE_CHECKING:
 
 MOST_LINES = 1000
 """Lines of the account on a terminal: verl's longest file has 900 keys."""
+File = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="A YAML of verl or ROLL, a TOML of cosmos-rl, or the words of a command."),
+]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[key=value]...",
+        help="Words of Hydra for the file: key=value, +key=value, ++key=value. After --, also ~key.",
+    ),
+]
+AllowUnknown = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-unknown",
+        metavar="KEY",
+        help="Leave out this key though it is not understood; by the name in the report; may be repeated.",
+    ),
+]
+SearchPath = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--search-path",
+        metavar="DIR",
+        help="A directory of files that the file names, for instance verl's own; may be repeated.",
+    ),
+]
 _ALIASES = {"cosmos": "cosmos-rl"}
 
 
 def convert(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML of verl or ROLL, or a TOML of cosmos-rl.")],
+    file: File,
+    words: Words = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="The file to write. Default, or -: standard output."),
@@ -40,14 +68,8 @@ def convert(
             "was taken.",
         ),
     ] = False,
-    allow_unknown: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-unknown",
-            metavar="KEY",
-            help="Leave out this key though it is not understood; by the name in the report; may be repeated.",
-        ),
-    ] = None,
+    allow_unknown: AllowUnknown = None,
+    search_path: SearchPath = None,
     as_json: AsJson = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     full: Annotated[
@@ -62,6 +84,11 @@ def convert(
     The TOML goes to standard output or to -o. The account of the keys, short unless --full is given, goes to
     standard error, or with --json, whole, to standard output. `${oc.env:NAME}` reads this environment; nothing in
     the file is evaluated.
+
+    \b
+      cosmos-launch convert ppo_trainer.yaml -o run.toml                    a file, with what its `defaults` name
+      cosmos-launch convert job.yaml data.train_batch_size=64 +trainer.x=1  with words of Hydra
+      cosmos-launch convert words.txt --search-path verl/trainer/config     the words of a job, one in each line
     """
     from convert import convert as convert_file
     from convert.engine.write import to_toml
@@ -69,7 +96,9 @@ def convert(
     output = None if output == Path("-") else output
     if output is not None and not force and output.exists():
         raise LaunchError(f"{output} already exists", "give another name, or --force to replace it")
-    conversion = convert_file(file, _system(system), os.environ, allow_unknown or ())
+    conversion = convert_file(
+        file, _system(system), os.environ, allow_unknown or (), words=words or (), search_path=search_path or ()
+    )
     text = to_toml(conversion)
     if output is not None:
         write_file(output, text)

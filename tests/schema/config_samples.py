@@ -56,10 +56,10 @@ def only(base: dict[str, Any] = GRPO, **values: Any) -> Problem:
     return problem
 
 
-def refused(function: Callable[..., object], *arguments: object) -> list[Problem]:
+def refused(function: Callable[..., object], *arguments: object, **named: object) -> list[Problem]:
     """The problems with which a function refuses its arguments."""
     try:
-        function(*arguments)
+        function(*arguments, **named)
     except ConfigError as error:
         return list(error.problems)
     raise AssertionError("it is not refused")

@@ -72,7 +72,7 @@ class FileCache:
     _verified: set[Path] = set()  # noqa: RUF012 - of the process: copies whose hash was right
 
     def __init__(self, root: Path, limit: int) -> None:
-        self.root, self.limit = root.resolve() / "files", limit  # copies in use are told by their whole path
+        self.root, self.limit = root.resolve() / "files", limit  # links are followed: copies in use have whole paths
         try:
             for folder in ("copies", "partial", "views", "listings"):
                 (self.root / folder).mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,1 @@
+"""Hydra's words and composition, by themselves and next to Hydra."""

@@ -1,0 +1,1 @@
+"""Jobs as people start them, by words and scripts."""
