@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test unit e2e soak gpu images lint format schema clean setup setup-vllm setup-8bit setup-gpu setup-browser setup-shellcheck setup-cluster setup-hydra
+.PHONY: help run test unit e2e soak gpu images lint format schema clean setup setup-vllm setup-8bit setup-gpu setup-browser setup-shellcheck setup-sandbox setup-cluster setup-hydra
 
 help:  ## print this list
 	@echo "cosmos-launch: asynchronous reinforcement learning of language models"; echo
@@ -31,7 +31,7 @@ run: setup  ## watch a small model learn on this machine (about four minutes)
 
 test: unit e2e  ## every test: units in parallel, then real jobs on both engines
 
-unit: setup setup-shellcheck  ## the fast tests
+unit: setup setup-shellcheck setup-sandbox  ## the fast tests
 	$(BIN)/pytest -n 3 --ignore tests/e2e -m "not slow and not e2e and not soak"
 
 e2e: setup setup-vllm setup-8bit setup-gpu setup-browser setup-cluster setup-hydra  ## the slow tests: real processes, both engines, real failures
@@ -82,9 +82,11 @@ setup-hydra: $(VENV)/.installed
 setup-browser:
 	@command -v chromium >/dev/null || ( apt-get update -qq && apt-get install -qqy --no-install-recommends chromium )
 
-# Scripts for Slurm are read by it; several machines are network namespaces, and nodes of a Slurm of the tests' own.
+# Scripts for Slurm are read by it, and scripts of other systems run in bubblewrap; several machines are network namespaces, and nodes of a Slurm of the tests' own.
 setup-shellcheck:
 	@command -v shellcheck >/dev/null || ( apt-get update -qq && apt-get install -qqy --no-install-recommends shellcheck )
+setup-sandbox:
+	@command -v bwrap >/dev/null || ( apt-get update -qq && apt-get install -qqy --no-install-recommends bubblewrap )
 setup-cluster: setup-shellcheck
 	@for tool in ip nft slurmctld slurmd munged; do command -v $$tool >/dev/null || missing=1; done; test -z "$$missing" || \
 	  ( apt-get update -qq && apt-get install -qqy --no-install-recommends iproute2 nftables slurm-wlm )

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from convert.engine.model import Conversion
-    from convert.launches.reading import Configuration
+    from convert.launches.reading import Configuration, Wanted
     from schema.config.problem import Problem
 
 _TOML_LINE = re.compile(r"^[ \t]*(?:\[\[?[\w.\"-]+\]|[\w.-]+ = )", re.MULTILINE)
@@ -36,22 +36,21 @@ def convert(
     system: str | None = None,
     env: Mapping[str, str] | None = None,
     allow_unknown: Collection[str] = (),
-    words: Sequence[str] = (),
-    search_path: Sequence[Path] = (),
+    wanted: Wanted | None = None,
 ) -> Conversion:
     """Convert a file. system: its name on the command line, or None to find out. env: for
     `${oc.env:…}`; None: empty.
 
-    allow_unknown: dotted keys of the file that are not understood and may be left out all the same. words: of Hydra's
-    command line, `key=value`. search_path: directories in which files are looked for that the file names.
+    allow_unknown: dotted keys of the file that are not understood and may be left out all the same. wanted: of a file
+    that names others, or starts jobs: words, directories, which job, its variables.
 
     Raises ConfigError (`schema.config`) where the file cannot be read, is not a configuration of a known
     system, refers to what is not there, or has no such key to leave out. Keys it cannot place are entries of the
     result, not errors, unless they are most of the file.
     """
-    from convert.launches.reading import configuration
+    from convert.launches.reading import Wanted, configuration
 
-    return _converted(configuration(Path(path), words, search_path), system, env, allow_unknown)
+    return _converted(configuration(Path(path), wanted or Wanted()), system, env, allow_unknown)
 
 
 def convert_text(
@@ -81,7 +80,8 @@ def _converted(
         kind = configuration.kind or kind_of(source, chosen)
     else:
         chosen, kind = detect(source, readers())
-    conversion = convert_source(source, chosen, kind, {} if env is None else env, allow_unknown)
+    environment = {**({} if env is None else env), **configuration.env}
+    conversion = convert_source(source, chosen, kind, environment, allow_unknown)
     if (other := other_system(source.data)) is not None:
         why = ", as asked for" if system is not None else f", for it has keys that only {chosen.title} has"
         warning = f"this looks like a file of {other.title}; its keys are read as {chosen.title}'s{why}"

@@ -10,18 +10,21 @@ cosmos-rl     the TOML that --config names
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from convert.engine.foreign import script_kind
 from convert.engine.keys import leaves, lookup, store
 from convert.engine.rules import ABSENT
 from convert.engine.source import Source, read_file, read_source
 from convert.hydra.compose import compose
 from convert.hydra.words import Act, BadWord, Override, parse_word
 from convert.launches.programs import OWN_FILES, Program, engine_keys, is_choice, program
-from convert.launches.words import Launch, launch_of_text
+from convert.launches.shell import launches_of
+from convert.launches.words import Launch, Script, launch_of_text
 from schema.config.problem import ConfigError, Problem
 
 
@@ -36,15 +39,37 @@ class Configuration:
     system: str | None = None
     kind: str | None = None
     notes: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
-def configuration(path: Path, words: Sequence[str] = (), search_path: Sequence[Path] = ()) -> Configuration:
-    """The configuration that a file is or starts. Raises ConfigError.
+@dataclass(frozen=True)
+class Wanted:
+    """A request for the configuration of a file.
 
     words: of Hydra, after those of the file. search_path: directories of named files.
+    number: of a script's job, from 1; None: its only one. answers: what the job depends on, by name. home: the
+    directory that a script sees as its user's.
     """
+
+    words: Sequence[str] = ()
+    search_path: Sequence[Path] = ()
+    number: int | None = None
+    answers: Mapping[str, str] = field(default_factory=dict)
+    home: str = ""
+
+
+def configuration(path: Path, wanted: Wanted) -> Configuration:
+    """The configuration that a file is or starts. Raises ConfigError."""
+    words, search_path = wanted.words, wanted.search_path
     overrides = _overrides(words)
     text = read_file(path)
+    if script_kind(text, path.name) == "a shell script":
+        started, notes = _of_script(launches_of(path, text, wanted.answers, wanted.home), path, wanted.number)
+        job = configuration_of(replace(started, words=(*started.words, *words)), search_path)
+        return replace(job, notes=(*notes, *job.notes), env=started.env)
+    if wanted.answers or wanted.number is not None:
+        message = "is no shell script, which alone has variables and several jobs"
+        raise ConfigError([Problem("", message, hint="leave out --env and --launch", file=str(path))])
     if (launch := launch_of_text(text, str(path), path.parent)) is not None:
         return configuration_of(replace(launch, words=(*launch.words, *words)), search_path)
     source = read_source(text, str(path))
@@ -70,6 +95,28 @@ def _overrides(words: Sequence[str]) -> list[Override]:
     if problems:
         raise ConfigError(problems)
     return overrides
+
+
+def _of_script(script: Script, path: Path, number: int | None) -> tuple[Launch, tuple[str, ...]]:
+    """The job of a script that is wanted, and notes. Raises ConfigError: which of several, or on what it depends."""
+    launches, name = script.launches, str(path)
+    if number is None and len(launches) > 1:
+        listed = "; ".join(f"{i}: line {launch.line}, {launch.shown()}" for i, launch in enumerate(launches[:9], 1))
+        more = f"; and {len(launches) - 9} more" if len(launches) > 9 else ""
+        message = f"starts {len(launches)} jobs: {listed}{more}"
+        raise ConfigError([Problem("", message, hint="choose one: --launch N", file=name)])
+    if number is not None and launches and not 1 <= number <= len(launches):
+        message = f"--launch {number}: the script starts {len(launches)} job{'s'[: len(launches) > 1]}"
+        raise ConfigError([Problem("", message, hint=f"a number from 1 to {len(launches)}", file=name)])
+    launch = launches[(number or 1) - 1] if launches else None
+    if asked := script.asked_by(launch):
+        problems = [
+            Problem("", f"the job depends on {what}", hint=f"--env {shlex.quote(f'{key}=VALUE')}", file=name)
+            for key, what in asked.items()
+        ]
+        raise ConfigError(problems)
+    assert launch is not None
+    return launch, script.notes
 
 
 def composed(path: Path, source: Source, words: Sequence[Override], folders: Sequence[Path]) -> Configuration:
@@ -114,6 +161,9 @@ def configuration_of(launch: Launch, search_path: Sequence[Path]) -> Configurati
 
 def _of_verl(launch: Launch, search_path: Sequence[Path]) -> Configuration:
     started, options, words = program(launch.program), launch.options, launch.overrides()
+    if started.kind == "sft":  # whose processes are torchrun's
+        ranks = {key: n for key, n in launch.ranks.items() if key not in {word.key for word in words}}
+        words += [parse_word(f"++{key}={n}") for key, n in ranks.items()]
     name = (options.get("config_name") or options.get("cn") or started.config).removesuffix(".yaml")
     named = options.get("config_path") or options.get("cp") or ""
     folders = (

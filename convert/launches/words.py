@@ -23,7 +23,8 @@ _OPTION = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
 @dataclass(frozen=True)
 class Launch:
-    """One job. system: whose program it is. program: its module or file. words: what follows it.
+    """One job. system: whose program it is. program: its module or file. words: what follows it; before: what stands
+    in front of it.
 
     file, line: where it stands; folder: from which directory relative paths count. env: what it is started with.
     """
@@ -35,18 +36,19 @@ class Launch:
     line: int | None = None
     folder: Path = Path()
     env: Mapping[str, str] = field(default_factory=dict)
+    before: tuple[str, ...] = ()
 
     @property
     def options(self) -> dict[str, str]:
-        """Options by name, with `_` for `-`: `--config-name=x`, `--config_path x`."""
-        options: dict[str, str] = {}
-        for position, word in enumerate(self.words):
-            if (match := _OPTION.fullmatch(word)) is None:
-                continue
-            following = self.words[position + 1 : position + 2]
-            value = match[2] if match[2] is not None else following[0] if following else ""
-            options.setdefault(match[1].replace("-", "_"), value)
-        return options
+        """Options of the program by name, with `_` for `-`: `--config-name=x`, `--config_path x`."""
+        return _options(self.words)
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The numbers of nodes and of processes on each that torchrun is asked for."""
+        names = {"nnodes": "trainer.nnodes", "nproc_per_node": "trainer.n_gpus_per_node"}
+        options = _options(self.before)
+        return {key: int(options[name]) for name, key in names.items() if options.get(name, "").isdigit()}
 
     def overrides(self) -> list[Override]:
         """Hydra's words among the others. Raises ConfigError for one that Hydra would refuse."""
@@ -67,7 +69,36 @@ class Launch:
 
     def shown(self) -> str:
         """The job in a few words."""
-        return " ".join((self.program, *self.words))[:100]
+        return re.sub("\x01[^\x02]*\x02", "…", " ".join((self.program, *self.words)))[:100]
+
+
+@dataclass(frozen=True)
+class Script:
+    """The jobs that a script starts. notes: how it was read.
+
+    unknown: of each job, by name what its words depend on. decisive: on what it depends which jobs there are.
+    """
+
+    launches: tuple[Launch, ...]
+    unknown: tuple[Mapping[str, str], ...] = ()
+    decisive: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def asked_by(self, launch: Launch | None) -> dict[str, str]:
+        """Values that must be known for one job: what each is, by the name to give it to."""
+        own = self.unknown[self.launches.index(launch)] if launch is not None else {}
+        return {**self.decisive, **own}
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for position, word in enumerate(words):
+        if (match := _OPTION.fullmatch(word)) is None:
+            continue
+        following = words[position + 1 : position + 2]
+        value = match[2] if match[2] is not None else following[0] if following else ""
+        options.setdefault(match[1].replace("-", "_"), value)
+    return options
 
 
 def _takes_value(option: str) -> bool:
@@ -87,7 +118,8 @@ def launch_of(words: Sequence[str], file: str = "", line: int | None = None, fol
         system = system_of(word, words[position - 1] if position else "")
         if system is None:
             continue
-        return Launch(system, word, tuple(words[position + 1 :]), file, line, folder)
+        before = tuple(words[:position])
+        return Launch(system, word, tuple(words[position + 1 :]), file, line, folder, before=before)
     return None
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +23,7 @@ MOST_LINES = 1000
 """Lines of the account on a terminal: verl's longest file has 900 keys."""
 File = Annotated[
     Path,
-    typer.Argument(metavar="FILE", help="A YAML of verl or ROLL, a TOML of cosmos-rl, or the words of a command."),
+    typer.Argument(metavar="FILE", help="A YAML of verl or ROLL, a TOML of cosmos-rl, a shell script, or words."),
 ]
 Words = Annotated[
     list[str] | None,
@@ -45,6 +47,18 @@ SearchPath = Annotated[
         metavar="DIR",
         help="A directory of files that the file names, for instance verl's own; may be repeated.",
     ),
+]
+Env = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env",
+        metavar="NAME=VALUE",
+        help="A value that a script's job depends on: of a variable, of an argument (1, 2, …), or what a command "
+        "prints; may be repeated.",
+    ),
+]
+Number = Annotated[
+    int | None, typer.Option("--launch", metavar="N", help="Which job of a script that starts several, from 1.")
 ]
 _ALIASES = {"cosmos": "cosmos-rl"}
 
@@ -70,6 +84,8 @@ def convert(
     ] = False,
     allow_unknown: AllowUnknown = None,
     search_path: SearchPath = None,
+    env: Env = None,
+    launch: Number = None,
     as_json: AsJson = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     full: Annotated[
@@ -88,17 +104,18 @@ def convert(
     \b
       cosmos-launch convert ppo_trainer.yaml -o run.toml                    a file, with what its `defaults` name
       cosmos-launch convert job.yaml data.train_batch_size=64 +trainer.x=1  with words of Hydra
+      cosmos-launch convert run.sh --launch 2 --env NGPUS=8                 the job that a script starts
       cosmos-launch convert words.txt --search-path verl/trainer/config     the words of a job, one in each line
     """
     from convert import convert as convert_file
     from convert.engine.write import to_toml
+    from convert.launches.reading import Wanted
 
     output = None if output == Path("-") else output
     if output is not None and not force and output.exists():
         raise LaunchError(f"{output} already exists", "give another name, or --force to replace it")
-    conversion = convert_file(
-        file, _system(system), os.environ, allow_unknown or (), words=words or (), search_path=search_path or ()
-    )
+    wanted = Wanted(words or (), search_path or (), launch, _answers(env or ()), os.environ.get("HOME", ""))
+    conversion = convert_file(file, _system(system), os.environ, allow_unknown or (), wanted)
     text = to_toml(conversion)
     if output is not None:
         write_file(output, text)
@@ -113,6 +130,14 @@ def convert(
     if strict and (short := _falls_short(conversion)):
         typer.echo(f"error: --strict: {short}", err=True)
         raise typer.Exit(EXIT_CONFIG)
+
+
+def _answers(given: Sequence[str]) -> dict[str, str]:
+    for text in given:
+        if "=" not in text[1:]:
+            raise LaunchError(f"--env {text} has no value", "write --env NAME=VALUE")
+    # What a command prints has the command's text for a name, which may hold the sign.
+    return dict(text.split("=", 1) if re.match(r"\w+=", text) else text.rsplit("=", 1) for text in given)
 
 
 def _system(name: str | None) -> str | None:

@@ -9,6 +9,7 @@ import pytest
 
 from convert import convert
 from convert.engine.model import Conversion
+from convert.launches.reading import Wanted
 from convert.launches.words import launch_of, launch_of_text
 from tests.convert.files import value_of, values_of
 from tests.schema.config_samples import refused
@@ -62,18 +63,18 @@ def test_words_are_applied_to_files_that_are_here(tmp_path: Path) -> None:
     write(verl / "verl/trainer/config/ppo_trainer.yaml", TRAINER)
     write(verl / "verl/trainer/config/actor/dp_actor.yaml", "strategy: fsdp\nclip_ratio: 0.3\n")
     words = write(tmp_path / "words.txt", "actor_rollout_ref.rollout.n=8\nalgorithm.adv_estimator=grpo\n")
-    result = convert(words, words=["data.train_batch_size=96"], search_path=[verl])
+    result = convert(words, wanted=Wanted(["data.train_batch_size=96"], [verl]))
     assert value_of(result, "train.train_batch_per_replica") == 768
     assert value_of(result, "train.train_policy.epsilon_high") == 0.3
     assert "composed with" in said(result)
-    (problem,) = refused(convert, words, words=["data.train_batch=96"], search_path=[verl])
+    (problem,) = refused(convert, words, wanted=Wanted(["data.train_batch=96"], [verl]))
     assert "sets `data.train_batch`, which the configuration does not have" in problem.message
 
 
 def test_a_yaml_may_name_files_of_verl_that_are_not_here(tmp_path: Path) -> None:
     text = "defaults: [ppo_trainer, _self_]\nhydra: {searchpath: [file://verl/trainer/config]}\ndata: {seed: 5}\n"
     job = write(tmp_path / "job.yaml", text)
-    result = convert(job, words=["actor_rollout_ref.rollout.n=8"])
+    result = convert(job, wanted=Wanted(["actor_rollout_ref.rollout.n=8"]))
     assert value_of(result, "rollout.n_generation") == 8
     assert "ppo_trainer.yaml of verl itself is not here" in said(result)
     assert result.entry("data.seed").line == 3
@@ -133,7 +134,7 @@ FAULTS: list[tuple[dict[str, str], list[str], str]] = [
 @pytest.mark.parametrize(("files", "words", "message"), FAULTS, ids=[message[:30] for _, _, message in FAULTS])
 def test_what_cannot_be_read_is_named(tmp_path: Path, files: dict[str, str], words: list[str], message: str) -> None:
     (path,) = [write(tmp_path / name, text) for name, text in files.items()]
-    (problem,) = refused(convert, path, words=words)
+    (problem,) = refused(convert, path, wanted=Wanted(words))
     assert message in problem.message
 
 
