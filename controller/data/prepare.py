@@ -55,7 +55,7 @@ from schema.config.dataset_files import Role
 from schema.config.model_facts import BrokenModelError, read_facts
 from schema.config.modules import import_external
 from schema.util.atomic_file import replacing
-from schema.wire.data_report import UNFINISHED, DataReport, FileReport, has_all_rows, lines, read
+from schema.wire.data_report import UNFINISHED, DataReport, FileReport, has_all_rows, lines, read, set_aside
 from schema.wire.prompts import PromptFile, PromptFileError, PromptWriter
 
 logger = logging.getLogger("controller.data.prepare")  # run with -m, __name__ would say nothing
@@ -92,7 +92,7 @@ def _prepare(
     with reported(run_dir) as report, ExitStack() as stack:
         parts, unread = parts_of(config, run_dir, spare), _leaves_training_out(config)
         tokenizer, path = tokenizer_of(config), run_dir / "data" / "train.safetensors"
-        aside = None if report_only else _set_aside(path)
+        aside = None if report_only else set_aside(path)
         begun = not report_only and (aside is not None or path.exists())
         if begun and kept_template(run_dir) != tokenizer.own_template:
             logger.warning("earlier steps of this run were trained with another chat template of the job's own")
@@ -326,17 +326,6 @@ def parts_of(config: Config, run_dir: Path, spare: float = 1.0) -> list[Part]:
 def _leaves_training_out(config: Config) -> bool:
     """Whether nothing trains on the training data."""
     return config.validation.only and config.validation.dataset.is_named
-
-
-def _set_aside(path: Path) -> Path | None:
-    """Rename the file of an earlier preparation of the run: however this one ends, it is not of this configuration.
-
-    One that is unfinished stays, for the controller of a job that goes on. None: there is none.
-    """
-    aside = path.with_name("earlier.train")
-    if has_all_rows(path):
-        path.replace(aside)
-    return aside if aside.exists() else None
 
 
 def _earlier(config: Config, run_dir: Path, aside: Path | None) -> PromptFile | None:

@@ -71,4 +71,7 @@ class LaunchRequest:
             )
         place = {"train.output_dir": str(run.path.parent), "train.timestamp": run.path.name}
         where = [f"{key}={json.dumps(value)}" for key, value in place.items()]
-        return replace(self, configs=self.configs or [run.config_toml], overrides=[*self.overrides, *where], run=run)
+        # config.toml is to begin other runs with; this one began where it says, unless it has a checkpoint by now.
+        began = [] if self.configs or run.has_checkpoint else [f"train.resume={json.dumps(run.began_from)}"]
+        overrides = [*began, *self.overrides, *where]
+        return replace(self, configs=self.configs or [run.config_toml], overrides=overrides, run=run)

@@ -45,7 +45,7 @@ from schema.config import Config
 from schema.config.loading.tomlwrite import dumps
 from schema.util.atomic_file import write_text
 from schema.util.file_lock import try_lock
-from schema.wire.data_report import has_all_rows
+from schema.wire.data_report import has_all_rows, set_aside
 
 LEAVING_POLL = 0.1
 LOCK_PATIENCE = 0.5
@@ -129,12 +129,17 @@ class RunDir:
 
     def write_config(self, config: Config) -> dict[str, Any]:
         """Write config.json and config.toml, and return what they hold."""
-        data = resolved(config)
-        data["train"]["output_dir"], data["train"]["timestamp"] = str(self.path.parent), self.path.name
+        data = self._config_data(config)
         write_text(self.config_json, json.dumps(data, indent=2, ensure_ascii=False) + "\n", mode=0o600)
         # As a starting point for another run: under a name of its own, and not as a resumed one.
         again = {**data, "train": {**data["train"], "timestamp": "", "resume": False}}
         write_text(self.config_toml, dumps(again), mode=0o600)
+        return data
+
+    def _config_data(self, config: Config) -> dict[str, Any]:
+        """The configuration as config.json has it."""
+        data = resolved(config)
+        data["train"]["output_dir"], data["train"]["timestamp"] = str(self.path.parent), self.path.name
         return data
 
     def write_origins(self, origins: Mapping[str, str]) -> None:
@@ -143,6 +148,17 @@ class RunDir:
         kept = {key: earlier.get(key, "") if where.startswith(written) else where for key, where in origins.items()}
         text = json.dumps({key: where for key, where in kept.items() if where}, indent=2)
         write_text(self.origins_json, text + "\n", mode=0o600)
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is, or may be, a checkpoint of its own."""
+        return any((self.path / "checkpoints").glob("step-*"))
+
+    @property
+    def began_from(self) -> str | bool:
+        """`train.resume` of the start that began the run, as config.json has it."""
+        resume = ((self.written_config() or {}).get("train") or {}).get("resume", False)
+        return resume if isinstance(resume, str | bool) else False
 
     def written_config(self) -> dict[str, Any] | None:
         """config.json of an earlier start, or None."""
@@ -153,11 +169,15 @@ class RunDir:
 
         Returns the tokens, and whether the data that an earlier start prepared can be used again.
         """
-        before, now = self.written_config(), self.write_config(config)
+        before, now = self.written_config(), self._config_data(config)
+        reusable = before is not None and _same_data(before, now) and has_all_rows(self.prompts)
+        if not reusable:
+            set_aside(self.prompts)  # before the configuration is there: however this start ends, they are not of it
+        self.write_config(config)
         self.write_origins(origins)
         tokens = RunTokens.fresh()
         self.write_tokens(tokens, trainers=config.policy.parallelism.n_init_replicas > 1)
-        return tokens, before is not None and _same_data(before, now) and has_all_rows(self.prompts)
+        return tokens, reusable
 
     def write_tokens(self, tokens: RunTokens, *, trainers: bool = False) -> None:
         """Leave the tokens that people need: `user` to look and operate, the others to join a replica by hand.

@@ -253,3 +253,14 @@ def has_all_rows(path: Path) -> bool:
         return False
     except (OSError, ValueError, KeyError, TypeError):
         return True
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename the file of an earlier preparation of the run: however this one ends, it is not of this configuration.
+
+    One that is unfinished stays, for the controller of a job that goes on. None: there is none.
+    """
+    aside = path.with_name("earlier.train")
+    if has_all_rows(path):
+        path.replace(aside)
+    return aside if aside.exists() else None

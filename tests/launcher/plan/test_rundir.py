@@ -15,10 +15,12 @@ import pytest
 
 from launcher.display.summary import Collected, RunResult, rows
 from launcher.errors import LaunchError
+from launcher.job.request import LaunchRequest
 from launcher.plan.credentials import base_environment, environment
 from launcher.plan.rundir import RunDir, RunTokens, choose, newest, read_json, write_text
 from launcher.restarts import Role
 from schema.config import Config, load_config
+from schema.wire.prompts import write_prompts
 from tests.launcher.samples import config, write_job
 from tests.launcher.scripts import PYTHON
 from tests.support.waiting import PATIENCE
@@ -272,3 +274,25 @@ def test_time_and_restarts_add_up_over_the_starts_of_a_run(tmp_path: Path) -> No
     summary = RunResult(0, "finished", "", tmp_path, 30.0, collected, {"rollout-0": 1}, run.earlier()).summary()
     assert (summary["starts"], summary["total_elapsed_s"], summary["restarts"]) == (3, 150.0, {"rollout-0": 4})
     assert dict(rows(summary))["time"] == "30s (2m30s over 3 starts)"
+
+
+def test_rows_of_another_configuration_are_not_used_whatever_became_of_its_start(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.make()
+    first, other = job(tmp_path, seed=1), job(tmp_path, seed=2)
+    assert not run.write_start(first, {})[1]
+    write_prompts(run.prompts, [[1]], [{}])
+    assert run.write_start(first, {})[1]
+    assert not run.write_start(other, {})[1]  # a start that ends before its rows are prepared
+    assert not run.write_start(other, {})[1]
+    assert not run.prompts.exists()
+    assert (run.path / "data" / "earlier.train").exists()
+
+
+@pytest.mark.parametrize("resume", ["/elsewhere/checkpoints/step-00000020", True, False])
+def test_a_run_goes_on_from_where_it_began_until_it_has_a_checkpoint(tmp_path: Path, resume: str | bool) -> None:
+    run = make(RunDir(tmp_path / "run"), job(tmp_path, resume=resume))
+    request = LaunchRequest([], ["train.seed=5"], {}, resume=str(run.path))
+    assert request.continued().overrides[:2] == [f"train.resume={json.dumps(resume)}", "train.seed=5"]
+    (run.path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert request.continued().overrides[0] == "train.seed=5"
