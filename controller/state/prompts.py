@@ -60,14 +60,16 @@ class RowCounts:
     """The numbers of rows that a job counts with.
 
     n: all rows. sources: those of each source, where sources have shares. early: rows that were prepared before the
-    others; early_digest: their hash. unfinished: whether these are all that there are as yet. grown: numbers of rows
-    that a job may have begun with, before there were all of these. digest: the hash of the prepared rows.
+    others; early_digest: their hash; early_places: that of where they stand in the data. unfinished: whether these
+    are all that there are as yet. grown: numbers of rows that a job may have begun with, before there were all of
+    these. digest: the hash of the prepared rows.
     """
 
     n: int
     sources: tuple[Source, ...] = ()
     early: int = 0
     early_digest: str = ""
+    early_places: str = ""
     unfinished: bool = False
     grown: tuple[int, ...] = ()
     digest: str = ""
@@ -117,7 +119,14 @@ class Prompts:
         begun = {early} if early and not unfinished else set()
         grown = tuple(sorted({*self._stretches, *begun} - {len(self)}))
         self.counts = RowCounts(
-            len(self), self.sources, early, self._file.early_digest, unfinished, grown, self._file.digest
+            len(self),
+            self.sources,
+            early,
+            self._file.early_digest,
+            self._file.early_places,
+            unfinished,
+            grown,
+            self._file.digest,
         )
 
     def __len__(self) -> int:

@@ -74,9 +74,9 @@ class Rhythm:
         return last or by_data_pass or step % self.steps == 0
 
 
-def _rows(facts: DataFacts | None) -> tuple[int, bool] | None:
-    """How many rows there are, and whether further ones are being prepared; None: the file cannot be read now."""
-    return None if facts is None else (facts.rows, facts.unfinished)
+def _rows(facts: DataFacts | None) -> tuple[int, str, bool] | None:
+    """How many rows there are, their hash, and whether further ones are being prepared; None: no file to read now."""
+    return None if facts is None else (facts.rows, facts.digest, facts.unfinished)
 
 
 def _schedule_of(trained: TrainedModel) -> ScheduleFacts:
@@ -200,9 +200,9 @@ class Checkpointer:
         facts = self._trainer.group.lead(lambda: _rows(data_facts(self._config, self._reply)))
         if facts is None:
             return
-        rows, self._awaits_rows = facts
+        rows, digest, self._awaits_rows = facts
         if self._data is not None:
-            self._data = self._data.model_copy(update={"rows": rows})
+            self._data = self._data.model_copy(update={"rows": rows, "digest": digest})
 
     def save(self, step: int) -> None:
         """Save after `step` committed steps, once. A collective; returns as soon as training may go on.

@@ -193,7 +193,9 @@ class PromptWriter:
             file.flush()
             for at in range(0, file.tell(), _COPIED):
                 digest.update(os.pread(file.fileno(), _COPIED, at))
-        early = {"rows": len(self), "read": dict(read), "digest": digest.hexdigest()[:_EARLY_DIGEST]}
+        keys = hashlib.sha256("\n".join(str(self.row(i).get("key")) for i in range(len(self))).encode())
+        early = {"rows": len(self), "read": dict(read)}
+        early |= {"digest": digest.hexdigest()[:_EARLY_DIGEST], "places": keys.hexdigest()[:_EARLY_DIGEST]}
         return {"early": json.dumps(early)}
 
     def grown_from(self, earlier: PromptFile | None) -> dict[str, str]:
@@ -304,9 +306,9 @@ class PromptFile:
         except (OSError, SafetensorError) as error:
             raise PromptFileError(f"prepared data {path} cannot be read: {error}") from None
         self._check_places()
-        self.early, self.early_read, self.early_digest = self._read_early()
+        self.early, self.early_read, self.early_digest, self.early_places = self._read_early()
         """How many rows, the first ones, were prepared before all others; how many of each part of the data were read
-        for them; and a hash of them. 0 and empty: none were."""
+        for them; a hash of what they are, and one of where in the data they stand. 0 and empty: none were."""
 
     def _check_type(self, name: str) -> None:
         part = self._file.get_slice(name)
@@ -347,16 +349,16 @@ class PromptFile:
             raise PromptFileError(f"{self._path} is damaged: it does not say which rows came later")
         return counts
 
-    def _read_early(self) -> tuple[int, dict[str, int], str]:
+    def _read_early(self) -> tuple[int, dict[str, int], str, str]:
         try:
-            early = json.loads(self.metadata.get("early", '{"rows": 0, "read": {}, "digest": ""}'))
+            early = json.loads(self.metadata.get("early", '{"rows": 0, "read": {}, "digest": "", "places": ""}'))
             rows, read = int(early["rows"]), {str(name): int(count) for name, count in early["read"].items()}
-            digest = str(early["digest"])
+            digest, places = str(early["digest"]), str(early["places"])
         except (ValueError, TypeError, KeyError, AttributeError):
-            rows, read, digest = -1, {}, ""
+            rows, read, digest, places = -1, {}, "", ""
         if not 0 <= rows <= len(self) or (self.unfinished and rows != len(self)):
             raise PromptFileError(f"{self._path} is damaged: it does not say which rows were prepared first")
-        return rows, read, digest
+        return rows, read, digest, places
 
     @property
     def unfinished(self) -> bool:

@@ -275,6 +275,17 @@ def test_a_run_keeps_the_early_rows_that_it_had(
     assert read(tmp_path / "other")[1] == read(run)[1], "a run that goes on from its checkpoint"
 
 
+def test_rows_that_are_others_in_the_same_places_leave_the_order(model_dir: Path, rows: Path, tmp_path: Path) -> None:
+    files = []
+    for number, text in enumerate(("", "B")):
+        job = config(model_dir, rows, system_prompt=text)
+        prepare(job, tmp_path / str(number))
+        files.append(PromptFile(tmp_path / str(number) / "data" / "train.safetensors"))
+    assert files[0].early == files[1].early > 0
+    assert files[0].early_digest != files[1].early_digest
+    assert files[0].early_places == files[1].early_places
+
+
 def test_a_preparation_that_was_killed_at_its_end_is_not_repeated(
     model_dir: Path, rows: Path, tmp_path: Path, at_the_end: Any
 ) -> None:
@@ -378,12 +389,12 @@ def test_a_cache_keeps_the_early_rows(model_dir: Path, rows: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     "notes",
     [
-        {"early": '{"rows": 4, "read": {}, "digest": ""}'},
+        {"early": '{"rows": 4, "read": {}, "digest": "", "places": ""}'},
         {"early": '{"rows": 1, "read": {}}'},
         {"early": "6"},
         {"early": "{"},
         {"unfinished": "true"},
-        {"unfinished": "true", "early": '{"rows": 2, "read": {}, "digest": ""}'},
+        {"unfinished": "true", "early": '{"rows": 2, "read": {}, "digest": "", "places": ""}'},
     ],
     ids=str,
 )
