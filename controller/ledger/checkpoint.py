@@ -9,16 +9,19 @@ positions of the stream it leaves untrained.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
+from typing import Any
 
 from controller.errors import ApiError
 from controller.ledger.group import DONE, DropReason, Group, GroupState
 from controller.ledger.group_table import GroupTable, staleness_of
 from controller.ledger.pass_orders import PassOrders
+from controller.ledger.reconcile import overdue
 from controller.ledger.step_counter import why_other
-from controller.ledger.values import LedgerParams, LedgerTotals
-from schema.wire.messages import ErrorCode, LedgerSnapshot, MixtureProgress
+from controller.ledger.values import LedgerParams, LedgerTotals, Stride
+from schema.wire.messages import ErrorCode, LedgerSnapshot, MixtureProgress, StoredStride
 from schema.wire.mixture import Mixture, OtherSourcesError
 
 BEGINNING = LedgerSnapshot(committed_steps=0, timeline=0, frontier=0, untrained=[])
@@ -60,6 +63,7 @@ def snapshot(table: GroupTable, step: int) -> LedgerSnapshot:
         n_positions=table.params.n_positions,
         order=table.params.order or None,
         data=table.params.data or None,
+        stride=StoredStride(**asdict(table.stride)),
         mixture=MixtureProgress(**table.mixture.to_record()) if len(table.mixture) > 1 else None,
         passes=table.passes.to_snapshot(step, _passes(table, untrained)),
     )
@@ -110,6 +114,35 @@ def rewind(table: GroupTable, step: int, timeline: int | None = None) -> None:
     table.go_back(step, timeline)
     table.closed, table.filtered = None, 0
     table.fruitless = [0] * len(table.mixture)
+    table.stride = table.stride.at_most(step, table.used)
+    give_up_overdue(table)
+
+
+def go_on_changed(table: GroupTable, header: Mapping[str, Any]) -> None:
+    """Go on with what a job left under another bound, or with groups of another number in a step.
+
+    header: the stored one. Groups keep their place where they can still be trained in time, else they are made again.
+    """
+    params = table.params
+    shift = params.staleness_bound - header.get("bound", params.staleness_bound)
+    batched = list(table.in_state(GroupState.BATCHED))
+    if batched and (shift or len(batched) > params.groups_per_step or table.stride.step == table.committed > 0):
+        table.abandon_step()
+    for state in (GroupState.LEASED, GroupState.READY):
+        for group in list(table.in_state(state)) if shift else ():
+            table.move(group, state, deadline=group.deadline + shift)
+    give_up_overdue(table)
+    if table.committed < table.total_steps and (not table.exhausted or table.outstanding):
+        table.closed = None  # further steps or passes are wanted
+
+
+def give_up_overdue(table: GroupTable) -> None:
+    """Make again what was leased or ready in the past and cannot be trained in time any more."""
+    groups = [*table.in_state(GroupState.LEASED), *table.in_state(GroupState.READY)]
+    jobs = [(group.deadline, len(group.samples) + (group.state is GroupState.READY)) for group in groups]
+    for index in overdue(jobs, table.first_step, table.params.slots):
+        table.discard_samples(groups[index])
+        table.requeue(groups[index])
 
 
 def _trained_since(group: Group, step: int) -> bool:
@@ -146,6 +179,9 @@ def begin_from(
     if snapshot.frontier:
         table.load_mixture(None if snapshot.mixture is None else snapshot.mixture.model_dump(), snapshot.frontier)
     table.closed, table.filtered = None, 0
+    kept = Stride(**snapshot.stride.model_dump()) if snapshot.stride else Stride(table.params.groups_per_step)
+    used = snapshot.frontier - len(snapshot.untrained)
+    table.stride = kept.of(table.params.groups_per_step, snapshot.committed_steps, used)
     table.totals = LedgerTotals(
         staleness=Counter(snapshot.staleness),
         dropped_before=Counter(snapshot.dropped),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ from controller.ledger.archive import Archive
 from controller.ledger.group import OUTSTANDING, DropReason, Group, GroupState, SampleMeta, group_id, parse_group_id
 from controller.ledger.pass_orders import RESULTS, PassOrders
 from controller.ledger.step_counter import StepProgress, check_order
-from controller.ledger.values import LedgerChanges, LedgerParams, LedgerTotals
+from controller.ledger.values import LedgerChanges, LedgerParams, LedgerTotals, Stride
 from schema.wire.messages import LedgerStatus, SourceStatus
 from schema.wire.mixture import OtherSourcesError
 
@@ -37,6 +37,7 @@ class GroupTable(StepProgress):
         self.groups: dict[str, Group] = {}
         self.mixture = params.mixture()
         self.passes = PassOrders(params.by_results, self.mixture.sources)
+        self.stride = Stride(params.groups_per_step)
         self.closed: DropReason | None = None
         self.filtered = 0
         """Groups dropped by dynamic sampling since a step was assembled last."""
@@ -52,6 +53,8 @@ class GroupTable(StepProgress):
         self.leased_by_deadline: dict[int, dict[str, Group]] = {}
         self.deadlines: Counter[int] = Counter()
         """The deadlines of all leased and ready groups."""
+        self.other_rows = False
+        """Whether its store was filled with other prepared rows of the same number."""
         self.succeeds = False
         """Whether this job had another table before, which may have granted leases that are not known here."""
         self.granted: set[str] = set()
@@ -78,7 +81,7 @@ class GroupTable(StepProgress):
         """Steps of the whole job; fewer may follow where groups are dropped."""
         if self.params.unfinished:
             return self.params.max_steps or 0
-        by_data = -(-self.mixture.total // self.params.groups_per_step)
+        by_data = self.stride.steps(self.mixture.total)
         return by_data if self.params.max_steps is None else min(by_data, self.params.max_steps)
 
     @property
@@ -100,6 +103,11 @@ class GroupTable(StepProgress):
     def awaits_rows(self) -> bool:
         """No position can be leased until further rows are prepared."""
         return self.params.unfinished and not self.by_state[GroupState.WAITING] and not self.unleased
+
+    @property
+    def used(self) -> int:
+        """Groups that were trained or dropped."""
+        return self.frontier - self.outstanding - len(self.by_state[GroupState.WAITING])
 
     @property
     def outstanding(self) -> int:
@@ -271,6 +279,9 @@ class GroupTable(StepProgress):
             "frontier": self.frontier,
             "order": self.params.order,
             "n_positions": self.params.n_positions,
+            "data": self.params.data,
+            "bound": self.params.staleness_bound,
+            "stride": asdict(self.stride),
             **({"mixture": self.mixture.to_record()} if len(self.mixture) > 1 else {}),
             "closed": None if self.closed is None else self.closed.value,
             "staleness": dict(self.totals.staleness),
@@ -294,7 +305,8 @@ class GroupTable(StepProgress):
 
         Raises `OtherSourcesError`: they are of a job with others, or with another order of its rows.
         """
-        check_order(header, params.order)
+        if header["frontier"]:
+            check_order(header, params.order)
         table = cls(params)
         table.succeeds = True
         table.load(header)
@@ -305,7 +317,10 @@ class GroupTable(StepProgress):
             raise OtherSourcesError(
                 f"it was made with {before} prepared rows, and now there are {params.n_positions}"
             )
-        table.load_mixture(header.get("mixture"), header["frontier"])
+        if header["frontier"]:
+            table.load_mixture(header.get("mixture"), header["frontier"])
+        same_number = header["frontier"] and before == params.n_positions
+        table.other_rows = bool(same_number) and header.get("data", params.data) != params.data
         table.closed = None if header["closed"] is None else DropReason(header["closed"])
         table.filtered = header.get("filtered", 0)
         table.totals = LedgerTotals(
@@ -321,6 +336,13 @@ class GroupTable(StepProgress):
         table.archive = Archive.restore(ended, len(table.mixture))
         for name, row in rows.items():
             table._insert(Group.from_rows(row, samples.get(name, ())))
+        kept = Stride(**header.get("stride", {"per_step": params.groups_per_step}))
+        table.stride = kept.of(params.groups_per_step, table.committed, table.used)
+        if table.stride is not kept and params.stages and table.used:
+            raise OtherSourcesError(
+                f"a step had {kept.per_step} groups, and now has {params.groups_per_step}: stages of the curriculum "
+                "begin with groups, which would be of other steps; keep the batch and the group size"
+            )
         return table
 
     def remake_misfits(self) -> None:

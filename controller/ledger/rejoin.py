@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from controller.errors import ApiError
 from controller.ledger.admission import tightest_prefix
+from controller.ledger.checkpoint import give_up_overdue
 from controller.ledger.group import DONE, Group, GroupState, SampleMeta, group_id, parse_group_id
 from controller.ledger.group_table import GroupTable, staleness_of
-from controller.ledger.reconcile import overdue
 from schema.wire.batch import StepTable
 from schema.wire.messages import ErrorCode, HeldLease
 from schema.wire.sample import SampleHeader
@@ -45,7 +45,7 @@ def recommit(table: GroupTable, batch: StepTable) -> bool:
     table.committed += 1
     table.filtered = 0
     table.compact()
-    _give_up_overdue(table)
+    give_up_overdue(table)
     return True
 
 
@@ -143,15 +143,6 @@ def _hand_out(table: GroupTable, positions: Sequence[int]) -> None:
     for position in positions:
         for _ in range(table.mixture.undrawn(position)):
             table.create(position % len(table.mixture))
-
-
-def _give_up_overdue(table: GroupTable) -> None:
-    """Make again what was leased or ready in the past and cannot be trained in time any more."""
-    groups = [*table.in_state(GroupState.LEASED), *table.in_state(GroupState.READY)]
-    jobs = [(group.deadline, len(group.samples) + (group.state is GroupState.READY)) for group in groups]
-    for index in overdue(jobs, table.first_step, table.params.slots):
-        table.discard_samples(groups[index])
-        table.requeue(groups[index])
 
 
 def _position(table: GroupTable, name: str) -> int:

@@ -108,7 +108,8 @@ class StepCounter(StepProgress):
         order: str = "",
         grown: Sequence[int] = (),
     ) -> Self:
-        check_order(header, order)
+        if header["committed"]:
+            check_order(header, order)
         counter = cls(total_steps, n_positions, order, grown)
         counter.load(header)
         return counter

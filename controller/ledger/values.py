@@ -89,6 +89,30 @@ class LedgerParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Stride:
+    """Since when a step has had this many groups: the steps of a job are counted from there.
+
+    step: committed steps then. groups: trained or dropped until then.
+    """
+
+    per_step: int
+    step: int = 0
+    groups: int = 0
+
+    def of(self, per_step: int, step: int, groups: int) -> Stride:
+        """The stride of a job that goes on from here with so many groups in a step."""
+        return self if per_step == self.per_step else Stride(per_step, step, groups)
+
+    def at_most(self, step: int, groups: int) -> Stride:
+        """The stride of a job that goes back to a step, with so many groups trained or dropped."""
+        return self if self.step <= step else Stride(self.per_step, step, groups)
+
+    def steps(self, total: int) -> int:
+        """The steps of a job of so many groups."""
+        return self.step + -(-(total - self.groups) // self.per_step)
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseRefusal:
     """Why a lease was not granted. `update`: a newer publication would change the answer."""
 

@@ -230,8 +230,11 @@ class JobState:
             and snapshot.n_positions == params.n_positions
             and snapshot.data != params.data
         ):
-            log.warning("%s", OTHER_ROWS)
-            self.events.add(EventKind.JOB, OTHER_ROWS, phase=str(self.phase), note=OTHER_ROWS)
+            self._say_other_rows()
+
+    def _say_other_rows(self) -> None:
+        log.warning("%s", OTHER_ROWS)
+        self.events.add(EventKind.ORDER, OTHER_ROWS)
 
     def forgive_downtime(self, alive_at: float | None) -> None:
         """No replica could beat or renew while no controller was there.
@@ -248,6 +251,8 @@ class JobState:
     def took_charge(self) -> None:
         """This controller is the one in charge from here on."""
         holder, steps, timeline = self.store.holder, self.progress.committed, self.progress.timeline
+        if isinstance(self.progress, GroupTable) and self.progress.other_rows:
+            self._say_other_rows()
         self.events.add(
             EventKind.CONTROLLER,
             f"{holder} took charge after {steps} steps",

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 from controller.autoscale.autoscaler import Limits, PastDecisions
 from controller.autoscale.scaling import ReplicaScaling
+from controller.ledger.checkpoint import go_on_changed
 from controller.ledger.group_table import GroupTable
 from controller.ledger.pass_orders import PassRule
 from controller.ledger.step_counter import FIRST, StepCounter
@@ -91,7 +92,7 @@ def ledger_params(config: Config, rows: RowCounts) -> LedgerParams:
         filter_metrics=tuple(policy.filter_metrics),
         max_refills=policy.max_retry_for_on_policy,
         keep_payloads=config.train.ckpt.enable_checkpoint,
-        order=data_order(config, rows.early_digest),
+        order=data_order(config, rows.early_places),
         data=rows.digest,
         sources=rows.sources,
         stages=stages_of(config, config.groups_per_step),
@@ -125,7 +126,7 @@ def _pass_rule(config: Config) -> PassRule | None:
 def data_order(config: Config, early: str) -> str:
     """Identifies the order in which prepared rows are handed out (see `controller.state.prompts`).
 
-    early: the hash of the rows that come before all others in the first pass; empty: none do.
+    early: the hash of where those rows stand that come before all others in the first pass; empty: none do.
     """
     policy, curriculum = config.train.train_policy, config.curriculum
     order = f"shuffled by {config.effective_seed}" if policy.dataloader_shuffle else "as prepared"
@@ -213,7 +214,7 @@ def sft_order(config: Config, prompts: Prompts) -> str:
     if config.curriculum.column_name:
         facts.append([config.curriculum.column_name, config.curriculum.descending])
     order = f"supervised {hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()}"
-    return order + (f"{FIRST}{prompts.counts.early_digest}" if prompts.counts.early else "")
+    return order + (f"{FIRST}{prompts.counts.early_places}" if prompts.counts.early else "")
 
 
 def first_number(known: int, wall: float) -> int:
@@ -271,6 +272,7 @@ def table_of(config: Config, prompts: Prompts, saved: Saved, run_dir: Path, *, s
     else:
         table = GroupTable.restore(params, header, saved[Table.GROUPS], saved[Table.SAMPLES], saved[Table.HISTORY])
         table.remake_misfits()
+        go_on_changed(table, header)
     if params.by_results is not None:
         table.passes.know(pass_files.read(run_dir, table.mixture.sources))
         if (group := table.first_without_order()) is not None:

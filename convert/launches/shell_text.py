@@ -49,7 +49,7 @@ class Command:
         return self.text.startswith("((") or (self.words[:1] != [] and self.words[0] in _CONDITIONS)
 
     def decided_by(self, held: Mapping[str, str]) -> str:
-        """The values on which the condition depends. held: those of variables, since bash prints `case` as written."""
+        """The values on which the condition depends. held: of variables, since bash prints `case` as written."""
         if self.words[0] != "case":
             return " ".join(self.words)
         named = [held.get(name, "") for name in re.findall(r"\$\{?(\w+)", self.text)]

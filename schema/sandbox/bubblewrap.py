@@ -31,7 +31,7 @@ _REASON = 400
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Bounds of what a program uses: seconds by the clock, bytes of memory of all its processes, processes, bytes written.
+    """Bounds of what a program uses: seconds by the clock, bytes of memory of all its processes, and their number.
 
     output: bytes on standard output, standard error and the channel together.
     """

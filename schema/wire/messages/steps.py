@@ -104,6 +104,14 @@ class PassProgress(Message):
         description="Steps that were committed when that was known, int64 in Base64; -1: it is not.")
 
 
+class StoredStride(Message):
+    """Since when a step has had this many groups."""
+
+    per_step: int = Field(ge=1, lt=2**31)
+    step: int = Field(ge=0, lt=2**53, description="Committed steps then.")
+    groups: int = Field(ge=0, lt=2**53, description="Groups that were trained or dropped until then.")
+
+
 class LedgerSnapshot(Message):
     """The part of the ledger that a checkpoint stores: enough to resume with an empty Redis."""
 
@@ -120,6 +128,7 @@ class LedgerSnapshot(Message):
         description="Rows of the prepared data: positions of other data mean other prompts.")
     order: str | None = Field(default=None, max_length=128, pattern=PLAIN,
         description="Identifies the order in which the rows are handed out.")
+    stride: StoredStride | None = Field(default=None, description="Since when a step has its number of groups.")
     data: str | None = Field(default=None, max_length=128, pattern=PLAIN,
         description="The hash of the prepared rows: what goes on with others says so.")
     mixture: MixtureProgress | None = Field(default=None, description="Where sources have shares of their own.")

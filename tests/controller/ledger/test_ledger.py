@@ -10,6 +10,7 @@ import pytest
 
 from controller.errors import ApiError
 from controller.ledger.assembly import Assembled, WaitingStep, build_table
+from controller.ledger.checkpoint import go_on_changed
 from controller.ledger.group import DropReason, Group, GroupState
 from controller.ledger.group_table import GroupTable
 from controller.ledger.ledger import Ledger
@@ -545,6 +546,77 @@ def test_a_job_goes_on_with_rows_that_came_later() -> None:
     stored.header["frontier"] = 5
     with pytest.raises(OtherSourcesError, match="its first pass over 4 rows is over"):
         stored.restore(longer)
+
+
+def resumed_with(stored: StoredLedger, ledger: Ledger, **changes: Any) -> Ledger:
+    """The job as the next controller finds it, with other keys of the configuration."""
+    table = stored.restore(replace(ledger.params, **changes)).table
+    table.remake_misfits()
+    go_on_changed(table, stored.header)
+    return Ledger(table)
+
+
+def to_the_end(ledger: Ledger) -> int:
+    """Train all steps that are left; the samples that were trained beyond the bound."""
+    while not ledger.table.finished:
+        version = ledger.table.committed
+        for group in lease(ledger, 20, version):
+            fill(ledger, group, version)
+        train(ledger)  # which waits for nothing that will not come
+    return ledger.table.totals.over_bound
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("changes", [{"groups_per_step": 1}, {"groups_per_step": 4}, {"staleness_bound": 0}])
+def test_a_job_goes_on_with_other_steps_or_another_bound_and_trains_every_row(
+    changes: dict[str, Any], back: bool
+) -> None:
+    ledger, stored = make(n_positions=21, keep_payloads=True, staleness_bound=2), StoredLedger()
+    for _ in range(2):
+        for group in lease(ledger, 8, ledger.table.committed):
+            fill(ledger, group, ledger.table.committed)
+        train(ledger)
+    stored.write(ledger)
+    changed = resumed_with(stored, ledger, **changes)
+    if back:
+        changed.rewind(1)
+    done, per_step = (1 if back else 2), changed.params.groups_per_step
+    assert changed.table.total_steps == done + -(-(21 - 2 * done) // per_step)
+    assert to_the_end(changed) == 0
+    status = changed.table.status()
+    assert (status.states["trained"] + status.states["durable"], status.dropped) == (21, {})
+    snapshot = changed.snapshot(changed.table.committed)
+    again = make(**{**{"n_positions": 21, "staleness_bound": 2}, **changes})
+    again.begin_from(snapshot)
+    assert again.table.total_steps == changed.table.total_steps
+    assert again.table.finished
+
+
+def test_a_job_goes_on_with_fewer_groups_ahead() -> None:
+    ledger, stored = make(n_positions=40, oversample=3.0, staleness_bound=1), StoredLedger()
+    for group in lease(ledger, 12):
+        fill(ledger, group)
+    stored.write(ledger)
+    changed = resumed_with(stored, ledger, oversample=1.0)
+    assert changed.table.ready == 4, "as many as can be trained in time"
+    assert to_the_end(changed) == 0
+
+
+def test_a_job_whose_last_step_was_trained_goes_on_with_further_ones() -> None:
+    ledger, stored = make(n_positions=20, max_steps=2), StoredLedger()
+    to_the_end(ledger)
+    stored.write(ledger)
+    longer = resumed_with(stored, ledger, max_steps=5)
+    assert not longer.table.finished
+    to_the_end(longer)
+    assert longer.table.committed == 5
+
+
+def test_other_rows_of_the_same_number_are_noticed_in_the_store() -> None:
+    ledger, stored = make(data="a"), StoredLedger()
+    lease(ledger, 1)
+    stored.write(ledger)
+    assert [resumed_with(stored, ledger, data=data).table.other_rows for data in "ab"] == [False, True]
 
 
 def test_on_policy_a_hung_group_is_a_straggler_too() -> None:

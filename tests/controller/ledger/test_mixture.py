@@ -237,7 +237,7 @@ def test_the_end_of_a_job_that_stops_is_known_from_the_beginning(
 
 def test_other_early_rows_are_named() -> None:
     params = LedgerParams(groups_per_step=1, n_samples=1, staleness_bound=0, n_positions=3, order="shuffled by 1")
-    header = GroupTable(replace(params, order="shuffled by 1, first 0123")).header()
+    header = GroupTable(replace(params, order="shuffled by 1, first 0123")).header() | {"frontier": 1}
     with pytest.raises(OtherSourcesError, match="the first pass began with other rows, prepared before all others"):
         GroupTable.restore(params, header, {}, {}, {})
 
@@ -245,11 +245,14 @@ def test_other_early_rows_are_named() -> None:
 def test_a_run_goes_on_with_its_own_order_alone() -> None:
     params = LedgerParams(groups_per_step=1, n_samples=1, staleness_bound=0, n_positions=3, order="shuffled by 1")
     header = GroupTable(params).header()
-    assert GroupTable.restore(params, header, {}, {}, {}).frontier == 0
+    assert GroupTable.restore(replace(params, order="shuffled by 2"), header, {}, {}, {}).frontier == 0, (
+        "none is drawn"
+    )
+    header["frontier"] = 1
     with pytest.raises(OtherSourcesError, match=r"its rows in another order: train\.seed"):
         GroupTable.restore(replace(params, order="shuffled by 2"), header, {}, {}, {})
     del header["order"]
-    assert GroupTable.restore(params, header, {}, {}, {}).frontier == 0
+    assert GroupTable.restore(params, header, {}, {}, {}).frontier == 1
 
 
 def test_other_sources_are_refused() -> None:
