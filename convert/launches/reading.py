@@ -68,7 +68,7 @@ def configuration(path: Path, wanted: Wanted) -> Configuration:
         job = configuration_of(replace(started, words=(*started.words, *words)), search_path)
         return replace(job, notes=(*notes, *job.notes), env=started.env)
     if wanted.answers or wanted.number is not None:
-        message = "is no shell script, which alone has variables and several jobs"
+        message = "is not a shell script, which alone has variables and several jobs"
         raise ConfigError([Problem("", message, hint="leave out --env and --launch", file=str(path))])
     if (launch := launch_of_text(text, str(path), path.parent)) is not None:
         return configuration_of(replace(launch, words=(*launch.words, *words)), search_path)

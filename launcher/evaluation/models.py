@@ -8,6 +8,7 @@ owner/name   a model of the hub
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -19,10 +20,13 @@ from typing import Any
 from launcher.errors import LaunchError
 from launcher.paths import absolute
 from launcher.plan.checkpoints import newest_checkpoint
-from launcher.plan.rundir import RunDir, is_run
+from launcher.plan.rundir import RunDir, is_run, read_json
+from schema.util.atomic_file import write_text
 
 LONGEST_LABEL = 60
 _UNUSABLE = re.compile(r"[^A-Za-z0-9._-]+")
+_OF = "exported_from.json"
+"""File of an export that says of which checkpoint it is."""
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -64,7 +68,8 @@ def _find(given: str) -> tuple[str, str, str]:
     """Return path, label, and the checkpoint to be exported if there is one."""
     path = Path(absolute(given))
     if not path.is_dir():
-        if path.exists() or not _HUB.fullmatch(given):
+        is_here = "/" in given and Path(absolute(given)).parent.is_dir()  # then it is not meant for the hub
+        if path.exists() or is_here or not _HUB.fullmatch(given):
             raise LaunchError(
                 f"{given} is not a model: neither a directory of that name exists, nor can it be a name of the hub",
                 "name a directory, a checkpoint, a run, or a model of the hub as owner/name",
@@ -97,18 +102,34 @@ def _unique(label: str, taken: Collection[str]) -> str:
     return unique
 
 
+def is_exported(model: EvaluatedModel) -> bool:
+    """Whether there is nothing to export: the model is not a checkpoint, or the export of this very one is there."""
+    if not model.checkpoint:
+        return True
+    path = Path(model.path)
+    return (path / "config.json").exists() and read_json(path / _OF) == _identity(model)
+
+
+def _identity(model: EvaluatedModel) -> dict[str, Any]:
+    """The checkpoint of which an export is: another one can have its name."""
+    return {"checkpoint": model.checkpoint, "written": Path(model.checkpoint).stat().st_mtime_ns}
+
+
 def export(model: EvaluatedModel) -> None:
     """Export the model's checkpoint, unless that was done. Raises LaunchError with what went wrong."""
-    if not model.checkpoint or (Path(model.path) / "config.json").exists():
+    if is_exported(model):
         return
+    import shutil
     import subprocess
 
     from launcher.plan.credentials import without_secrets
 
     command = [sys.executable, "-P", "-m", "policy_worker.export_command", model.checkpoint, model.path, "--json"]
     env = {**without_secrets(os.environ), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    shutil.rmtree(model.path, ignore_errors=True)  # of another checkpoint, or an export that was cut off
     Path(model.path).parent.mkdir(parents=True, exist_ok=True)
     ended = subprocess.run(command, env=env, check=False, capture_output=True, encoding="utf-8", errors="replace")
     if ended.returncode:
         lines = ended.stderr.strip().splitlines()[-1:] or [f"exit code {ended.returncode}"]
         raise LaunchError(f"{model.given} cannot be evaluated: {lines[0].removeprefix('error: ')}")
+    write_text(Path(model.path) / _OF, json.dumps(_identity(model)))

@@ -1,9 +1,10 @@
 """The results of an evaluation: eval.json, a table with a column for each model, and the answers of each.
 
 eval.json              what `table` shows, with all digits
-<label>.answers.jsonl  a line for each prompt, as `[evaluation]` reads it: prompt, responses, answer (of the row, as
-                       rewards get it), data_source; and scores, rewards, extracted answers and errors, in the order
-                       of the responses; `unanswered`: samples that were never generated, which are no responses
+<label>.answers.jsonl  a line for each prompt that has an answer, as `[evaluation]` reads it: the prepared row, with
+                       prompt, responses, answer (as rewards get them), data_source; and scores, rewards, extracted
+                       answers and errors, in the order of the responses; `unanswered`: samples that were never
+                       generated, which are no responses
 """
 
 from __future__ import annotations
@@ -107,8 +108,9 @@ def _line(every: Sequence[SampleRecord], row: Mapping[str, Any]) -> dict[str, An
     if not records:
         return {}
     first = records[0]
-    return {
-        "prompt": first.prompt,
+    columns = {name: value for name, value in row.items() if name != "key"}  # rewards get them again
+    return columns | {
+        "prompt": row.get("prompt", first.prompt),
         "responses": [record.answer for record in records],
         "answer": row.get("answer", ""),
         "data_source": first.source or None,

@@ -13,14 +13,14 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
 
 from launcher.errors import LaunchError
 from launcher.evaluation import report
-from launcher.evaluation.models import EvaluatedModel, export
+from launcher.evaluation.models import EvaluatedModel, export, is_exported
 from launcher.evaluation.settings import Settings
 from launcher.plan.rundir import RunDir, read_json
 from launcher.processes.signals import ended_by_exit, stop_signals
@@ -52,9 +52,11 @@ def prepared(
     """
     evaluation = Evaluation(directory, models)
     plan = {"format": report.FORMAT, "models": [model.as_dict() for model in models]}
+    for model in models:  # a fault of the configuration comes before minutes of exporting
+        settings.of_model(replace(model, path="owner/name"), directory, env)
     with ended_by_exit():
         for model in models:
-            if model.checkpoint and not (Path(model.path) / "config.json").exists():
+            if not is_exported(model):
                 typer.echo(f"exporting {model.checkpoint}")
             export(model)
     texts = {model.label: dumps(settings.of_model(model, directory, env)) for model in models}

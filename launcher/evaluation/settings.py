@@ -89,7 +89,8 @@ class Settings:
         changed = self.sampling.changes(validation)
         validation |= changed
         for part in validation["dataset"]["part"]:  # the command line counts for all sets
-            part.update(dict.fromkeys({*changed, *self.sampling.changes(part)}))
+            own = self.sampling.changes(part)
+            part |= {name: own[name] if name == "top_k" else None for name in own}
         return data
 
 

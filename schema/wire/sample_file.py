@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeVar
+from zlib import crc32
 
 from pydantic import ValidationError
 
@@ -56,11 +57,14 @@ def path_of(folder: Path, kind: GroupKind, step: int) -> Path:
 def is_chosen(group_id: str, groups_per_step: int, kept_per_step: int) -> bool:
     """Whether the samples of a group are kept as text: those of `kept_per_step` groups of each step, evenly spread.
 
+    Of several sources, whose positions count by themselves, as many are chosen on average, by a hash.
     Rollout replicas, trainers and the controller come to the same answer, each by itself.
     """
-    position = group_id.rpartition("p")[2].partition("-")[0]
+    position, several, _ = group_id.rpartition("p")[2].partition("-")
     if not position.isdecimal():
         return False
+    if several:
+        return crc32(group_id.encode()) % groups_per_step < kept_per_step
     at = int(position) * kept_per_step
     return (at + kept_per_step) // groups_per_step > at // groups_per_step
 

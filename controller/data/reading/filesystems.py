@@ -226,6 +226,8 @@ class RemoteStore:
             )
         if "OAuth2 access token" in text:  # the machine's own is the last that Google's client asks for
             text = f"{text.partition('. The request')[0]}: set GOOGLE_APPLICATION_CREDENTIALS, or check the network"
+        if passing and scheme == "gs" and (emulator := os.environ.get("STORAGE_EMULATOR_HOST")):
+            text = f"{masked(emulator)} (STORAGE_EMULATOR_HOST) does not answer: {text}"
         return RemoteError(f"{self.address}: {text}", passing=passing)
 
 

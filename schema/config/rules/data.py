@@ -201,6 +201,12 @@ def _wanted_columns(
     if dataset_key == "evaluation.dataset":
         yield from _evaluation_columns(config.evaluation)
         return
+    curriculum = config.curriculum.column_name
+    if curriculum and dataset_key == _TRAIN:
+        yield f"{_POLICY}.curriculum.column_name", curriculum, False
+    reference = config.validation.reference_column_name
+    if reference and not config.is_grpo and config.generates and dataset_key == _VALIDATION:
+        yield "validation.reference_column_name", reference, False
     if not config.is_grpo:
         for name, column in config.sft.columns.items():
             yield f"{_POLICY}.{name}", column, column == "conversations"

@@ -38,6 +38,10 @@ def test_one_text_is_one_answer(tmp_path: Path) -> None:
     assert prepare(tmp_path, [row], reward_function="format") == 0
     line = json.loads((tmp_path / "data" / "evaluation.jsonl").read_text(encoding="utf-8"))
     assert line["responses"] == ["four"]
+    cell = {**ROW, "responses": '["four", "[1, 2]"]'}  # as CSV has a list
+    assert prepare(tmp_path, [cell, {**ROW, "responses": "[1, 2]"}], reward_function="format") == 0
+    lines = (tmp_path / "data" / "evaluation.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["responses"] for line in lines] == [["four", "[1, 2]"], ["[1, 2]"]]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import LaunchError
-from launcher.evaluation.models import EvaluatedModel, find_models
+from launcher.evaluation.models import EvaluatedModel, _identity, find_models, is_exported
 from launcher.evaluation.report import ALL, _line, table
 from launcher.evaluation.settings import Sampling, Settings
 from schema.scores.summary import ScoredPrompt, summarise
@@ -55,6 +55,27 @@ def test_what_is_no_model_is_refused(tmp_path: Path, name: str, words: str) -> N
         find_models([str(tmp_path / name)], tmp_path)
 
 
+def test_a_name_below_a_directory_that_is_here_is_not_one_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "outputs" / "a", 20)
+    with pytest.raises(LaunchError, match="outputs/b is not a model"):
+        find_models(["outputs/b"], tmp_path)
+    assert find_models(["owner/b"], tmp_path)[0].path == "owner/b"
+
+
+def test_an_export_is_of_one_checkpoint(tmp_path: Path) -> None:
+    first, other = (make_run(tmp_path / name / "run", 4) / "checkpoints" / "step-00000004" for name in "ab")
+    (model,), (another,) = (find_models([str(path)], tmp_path / "out") for path in (first, other))
+    assert model.path == another.path
+    Path(model.path).mkdir(parents=True)
+    (Path(model.path) / "config.json").write_text("{}")
+    assert not is_exported(model), "of which one is not known"
+    (Path(model.path) / "exported_from.json").write_text(json.dumps(_identity(model)))
+    assert (is_exported(model), is_exported(another)) == (True, False)
+
+
 def test_a_temperature_ends_greedy_decoding() -> None:
     drawn = Sampling(n_generation=8, temperature=0.6)
     assert drawn.changes({"top_k": 1}) == {"n_generation": 8, "temperature": 0.6, "top_k": -1}
@@ -72,10 +93,7 @@ def test_the_command_line_counts_for_sets_that_are_greedy_by_themselves(tmp_path
     settings = Settings([tmp_path / "run.toml"], [], Sampling(n_generation=8, temperature=0.8))
     validation = settings.of_model(model, tmp_path, {})["validation"]
     assert (validation["temperature"], validation["top_k"]) == (0.8, 20)
-    assert [(part["temperature"], part["top_k"]) for part in validation["dataset"]["part"]] == [
-        (None, None),
-        (None, 5),
-    ]
+    assert [(part["temperature"], part["top_k"]) for part in validation["dataset"]["part"]] == [(None, -1), (None, 5)]
 
 
 def test_a_line_has_the_reference_of_the_row_and_what_was_generated() -> None:
@@ -85,8 +103,10 @@ def test_a_line_has_the_reference_of_the_row_and_what_was_generated() -> None:
         | {"timeline": 0, "finish_reason": "stop", "ending": "finished", "score": 1.0}
     )
     late = record.model_copy(update={"finish_reason": "abort", "answer": "", "score": None, "error": "SampleTimeout"})
-    line = _line([record, late], {"answer": ["4", "four"]})
+    row = {"key": "validation/3", "prompt": "raw?", "answer": ["4", "four"], "level": 2}
+    line = _line([record, late], row)
     assert (line["answer"], line["responses"], line["errors"]) == (["4", "four"], ["four"], [None])
+    assert (line["prompt"], line["level"], "key" in line) == ("raw?", 2, False)
     assert line["unanswered"] == 1
     assert _line([late], {}) == {}
 

@@ -109,9 +109,18 @@ def test_long_texts_are_cut_in_the_middle(text: str, length: int) -> None:
 
 @given(st.integers(1, 64), st.integers(0, 80), st.integers(0, 1000))
 def test_as_many_groups_of_each_step_are_chosen_as_wanted(per_step: int, wanted: int, first: int) -> None:
-    for source in ("", "-s3"):
-        chosen = [sample_file.is_chosen(f"e0-p{first + at}{source}", per_step, wanted) for at in range(per_step)]
-        assert sum(chosen) == min(per_step, wanted)
+    chosen = [sample_file.is_chosen(f"e0-p{first + at}", per_step, wanted) for at in range(per_step)]
+    assert sum(chosen) == min(per_step, wanted)
+
+
+def test_groups_of_several_sources_are_chosen_in_every_step() -> None:
+    """Sources whose positions go on alike: by these, all groups of a step are chosen, and none of the next ones."""
+    steps = [[f"e0-p{step}-s{source}" for source in range(8)] for step in range(200)]
+    counts = [sum(sample_file.is_chosen(name, 8, 2) for name in names) for names in steps]
+    assert 300 < sum(counts) < 500
+    assert max(counts) < 8
+    assert sum(count == 0 for count in counts) < 50
+    assert all(sample_file.is_chosen(name, 8, 9) and not sample_file.is_chosen(name, 8, 0) for name in steps[0])
 
 
 def test_a_validation_is_not_chosen() -> None:

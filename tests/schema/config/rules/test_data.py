@@ -51,6 +51,8 @@ def test_columns_of_every_kind_of_file(name: str) -> None:
     (problem,) = data(name, train__train_policy__response_column_name="zzz")
     assert problem.hint == "its columns: answer, prompt, reward_model"
     assert data(name, train__train_policy__response_column_name="reward_model.ground_truth") == []
+    (problem,) = data(name, train__train_policy__curriculum={"column_name": "promt"})
+    assert problem.key == f"{P}.curriculum.column_name"
 
 
 def test_the_default_column_is_checked_too() -> None:
