@@ -315,7 +315,9 @@ class GroupTable(StepProgress):
             raise OtherSourcesError(f"its first pass over {before} rows is over, and now there are more rows")
         if header["frontier"] and len(table.mixture) == 1 and before not in (None, params.n_positions, *params.grown):
             raise OtherSourcesError(
-                f"it was made with {before} prepared rows, and now there are {params.n_positions}"
+                f"the run began with {before} prepared rows, and now there are {params.n_positions}: positions would "
+                "be other prompts. Name the same data (files, max_samples, filters) with --set or --config, or begin "
+                "a new run from an exported checkpoint"
             )
         if header["frontier"]:
             table.load_mixture(header.get("mixture"), header["frontier"])
