@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from convert.engine.model import Conversion
-    from convert.launches.reading import Configuration, Wanted
+    from convert.launches.reading import Configuration, ConversionRequest
     from schema.config.problem import Problem
 
 _TOML_LINE = re.compile(r"^[ \t]*(?:\[\[?[\w.\"-]+\]|[\w.-]+ = )", re.MULTILINE)
@@ -36,21 +36,21 @@ def convert(
     system: str | None = None,
     env: Mapping[str, str] | None = None,
     allow_unknown: Collection[str] = (),
-    wanted: Wanted | None = None,
+    request: ConversionRequest | None = None,
 ) -> Conversion:
     """Convert a file. system: its name on the command line, or None to find out. env: for
     `${oc.env:…}`; None: empty.
 
-    allow_unknown: dotted keys of the file that are not understood and may be left out all the same. wanted: of a file
-    that names others, or starts jobs: words, directories, which job, its variables.
+    allow_unknown: dotted keys of the file that are not understood and may be left out all the same. request: for a
+    file that names others, or starts jobs: words, directories, which job, its variables.
 
     Raises ConfigError (`schema.config`) where the file cannot be read, is not a configuration of a known
     system, refers to what is not there, or has no such key to leave out. Keys it cannot place are entries of the
     result, not errors, unless they are most of the file.
     """
-    from convert.launches.reading import Wanted, configuration
+    from convert.launches.reading import ConversionRequest, configuration
 
-    return _converted(configuration(Path(path), wanted or Wanted()), system, env, allow_unknown)
+    return _converted(configuration(Path(path), request or ConversionRequest()), system, env, allow_unknown)
 
 
 def convert_text(

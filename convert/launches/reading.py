@@ -43,7 +43,7 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ConversionRequest:
     """A request for the configuration of a file.
 
     words: of Hydra, after those of the file. search_path: directories of named files.
@@ -58,16 +58,16 @@ class Wanted:
     home: str = ""
 
 
-def configuration(path: Path, wanted: Wanted) -> Configuration:
+def configuration(path: Path, request: ConversionRequest) -> Configuration:
     """The configuration that a file is or starts. Raises ConfigError."""
-    words, search_path = wanted.words, wanted.search_path
+    words, search_path = request.words, request.search_path
     overrides = _overrides(words)
     text = read_file(path)
     if script_kind(text, path.name) == "a shell script":
-        started, notes = _of_script(launches_of(path, text, wanted.answers, wanted.home), path, wanted.number)
+        started, notes = _of_script(launches_of(path, text, request.answers, request.home), path, request.number)
         job = configuration_of(replace(started, words=(*started.words, *words)), search_path)
         return replace(job, notes=(*notes, *job.notes), env=started.env)
-    if wanted.answers or wanted.number is not None:
+    if request.answers or request.number is not None:
         message = "is not a shell script, which alone has variables and several jobs"
         raise ConfigError([Problem("", message, hint="leave out --env and --launch", file=str(path))])
     if (launch := launch_of_text(text, str(path), path.parent)) is not None:
@@ -98,12 +98,12 @@ def _overrides(words: Sequence[str]) -> list[Override]:
 
 
 def _of_script(script: Script, path: Path, number: int | None) -> tuple[Launch, tuple[str, ...]]:
-    """The job of a script that is wanted, and notes. Raises ConfigError: which of several, or on what it depends."""
+    """The requested job of a script, and notes. Raises ConfigError: which of several, or on what it depends."""
     launches, name = script.launches, str(path)
     if number is None and len(launches) > 1:
         listed = "; ".join(f"{i}: line {launch.line}, {launch.shown()}" for i, launch in enumerate(launches[:9], 1))
-        more = f"; and {len(launches) - 9} more" if len(launches) > 9 else ""
-        message = f"starts {len(launches)} jobs: {listed}{more}"
+        others = f"; and {len(launches) - 9} more" if len(launches) > 9 else ""
+        message = f"starts {len(launches)} jobs: {listed}{others}"
         raise ConfigError([Problem("", message, hint="choose one: --launch N", file=name)])
     if number is not None and launches and not 1 <= number <= len(launches):
         message = f"--launch {number}: the script starts {len(launches)} job{'s'[: len(launches) > 1]}"
@@ -153,9 +153,13 @@ def configuration_of(launch: Launch, search_path: Sequence[Path]) -> Configurati
     text = read_file(path)
     source = read_source(text, str(path))
     note = (f"{launch.file} starts {launch.program} with {path}",)
-    if isinstance(source.data.get("defaults"), list):
-        found = composed(path, source, (), search_path)
-        return replace(found, notes=(*note, *found.notes))
+    overrides = launch.overrides()
+    if _is_yaml(source, path) and (overrides or isinstance(source.data.get("defaults"), list)):
+        composition = composed(path, source, overrides, search_path)
+        return replace(composition, notes=(*note, *composition.notes))
+    if overrides:
+        message = f"`{overrides[0].word}` is a word of Hydra, which {launch.program} does not read"
+        raise _problem(launch, message, "change the key in the file")
     return Configuration(source, launch.system, None, note)
 
 
@@ -175,9 +179,9 @@ def _of_verl(launch: Launch, search_path: Sequence[Path]) -> Configuration:
     where = (f"{launch.file} starts {launch.program}{line}",)
     if path is not None:
         others = [folder for folder in folders if folder.is_dir()]
-        found = composed(path, Source(launch.file, {}), words, others)
-        source = replace(found.source, lines={})  # of files, not of the words
-        return Configuration(source, "verl", started.kind, (*where, *found.notes))
+        composition = composed(path, Source(launch.file, {}), words, others)
+        source = replace(composition.source, lines={})  # of files, not of the words
+        return Configuration(source, "verl", started.kind, (*where, *composition.notes))
     return _of_words(launch, started, name, words, where)
 
 

@@ -115,13 +115,13 @@ class _Recorded:
         of_commands = {name: value for name, value in {**values, **known}.items() if not name.startswith("$")}
         fixed = {name: value for name, value in named.items() if name in self.answers}
         folder, place, home = Path.cwd(), self.path.absolute(), Path(environment["HOME"])
-        own = place if place.parent in (Path("/"), home) else place.parent
+        visible = place if place.parent in (Path("/"), home) else place.parent
         writable = [Path("/tmp"), home, *self.folders]  # noqa: S108 - of the sandbox
-        writable += [] if folder.is_relative_to(own) else [folder]
+        writable += [] if folder.is_relative_to(visible) else [folder]
         with NamedTemporaryFile("w", suffix=".sh") as recorder:
             recorder.write(_recorder(fixed, of_commands))
             recorder.flush()
-            readable = [*programs([BASH]), (own, own), (Path(recorder.name), _RECORDED_BY)]
+            readable = [*programs([BASH]), (visible, visible), (Path(recorder.name), _RECORDED_BY)]
             readable += [(Path("/dev/null"), path) for path in self.absent]
             environment |= {**named, "BASH_ENV": str(_RECORDED_BY)}
             sandbox = Sandbox(readable, writable, environment, folder)

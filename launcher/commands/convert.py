@@ -109,13 +109,15 @@ def convert(
     """
     from convert import convert as convert_file
     from convert.engine.write import to_toml
-    from convert.launches.reading import Wanted
+    from convert.launches.reading import ConversionRequest
 
     output = None if output == Path("-") else output
     if output is not None and not force and output.exists():
         raise LaunchError(f"{output} already exists", "give another name, or --force to replace it")
-    wanted = Wanted(words or (), search_path or (), launch, _answers(env or ()), os.environ.get("HOME", ""))
-    conversion = convert_file(file, _system(system), os.environ, allow_unknown or (), wanted)
+    request = ConversionRequest(
+        words or (), search_path or (), launch, _answers(env or ()), os.environ.get("HOME", "")
+    )
+    conversion = convert_file(file, _system(system), os.environ, allow_unknown or (), request)
     text = to_toml(conversion)
     if output is not None:
         write_file(output, text)

@@ -10,7 +10,7 @@ import pytest
 from convert import convert
 from convert.engine.model import Conversion
 from convert.launches import shell
-from convert.launches.reading import Wanted
+from convert.launches.reading import ConversionRequest
 from convert.launches.shell_text import unquoted
 from tests.convert.files import values_of
 from tests.schema.config_samples import refused
@@ -50,7 +50,7 @@ def script(tmp_path: Path) -> Path:
 def converted(path: Path, text: str = "", number: int | None = None, **answers: str) -> Conversion:
     if text:
         path.write_text(text)
-    return convert(path, wanted=Wanted(number=number, answers=answers, home="/home/me"))
+    return convert(path, request=ConversionRequest(number=number, answers=answers, home="/home/me"))
 
 
 def test_a_job_is_what_bash_makes_of_the_script(script: Path) -> None:
@@ -84,7 +84,7 @@ def test_what_a_job_depends_on_is_asked_for_by_name(script: Path, text: str, ask
     (name,) = asked
     assert f"{name}=VALUE" in problems[0].hint
     answers = {name: "big" if name == "KIND" else "a" if "case" in text else "2"}
-    nodes = convert(script, wanted=Wanted(answers=answers)).config.get("placement", {}).get("nodes", 1)
+    nodes = convert(script, request=ConversionRequest(answers=answers)).config.get("placement", {}).get("nodes", 1)
     assert nodes == (4 if "* 2" in text else 2)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from convert import convert
 from convert.engine.model import Conversion
-from convert.launches.reading import Wanted
+from convert.launches.reading import ConversionRequest
 from convert.launches.words import launch_of, launch_of_text
 from tests.convert.files import value_of, values_of
 from tests.schema.config_samples import refused
@@ -63,18 +63,18 @@ def test_words_are_applied_to_files_that_are_here(tmp_path: Path) -> None:
     write(verl / "verl/trainer/config/ppo_trainer.yaml", TRAINER)
     write(verl / "verl/trainer/config/actor/dp_actor.yaml", "strategy: fsdp\nclip_ratio: 0.3\n")
     words = write(tmp_path / "words.txt", "actor_rollout_ref.rollout.n=8\nalgorithm.adv_estimator=grpo\n")
-    result = convert(words, wanted=Wanted(["data.train_batch_size=96"], [verl]))
+    result = convert(words, request=ConversionRequest(["data.train_batch_size=96"], [verl]))
     assert value_of(result, "train.train_batch_per_replica") == 768
     assert value_of(result, "train.train_policy.epsilon_high") == 0.3
     assert "composed with" in said(result)
-    (problem,) = refused(convert, words, wanted=Wanted(["data.train_batch=96"], [verl]))
+    (problem,) = refused(convert, words, request=ConversionRequest(["data.train_batch=96"], [verl]))
     assert "sets `data.train_batch`, which the configuration does not have" in problem.message
 
 
 def test_a_yaml_may_name_files_of_verl_that_are_not_here(tmp_path: Path) -> None:
     text = "defaults: [ppo_trainer, _self_]\nhydra: {searchpath: [file://verl/trainer/config]}\ndata: {seed: 5}\n"
     job = write(tmp_path / "job.yaml", text)
-    result = convert(job, wanted=Wanted(["actor_rollout_ref.rollout.n=8"]))
+    result = convert(job, request=ConversionRequest(["actor_rollout_ref.rollout.n=8"]))
     assert value_of(result, "rollout.n_generation") == 8
     assert "ppo_trainer.yaml of verl itself is not here" in said(result)
     assert result.entry("data.seed").line == 3
@@ -126,6 +126,7 @@ FAULTS: list[tuple[dict[str, str], list[str], str]] = [
         "names the configuration a.yaml, which is not there",
     ),
     ({"w.txt": "cosmos-rl\n"}, [], "cosmos-rl is started without --config"),
+    ({"c.toml": "[train]\n", "w.txt": "cosmos-rl\n--config=c.toml\n"}, ["a=1"], "which cosmos-rl does not read"),
     ({"w.toml": "[train]\n"}, ["a=1"], "`a=1` is a word of Hydra, which does not read TOML"),
     ({"w.yaml": "a: 1\n"}, ["a=1,2"], "the commas start up to 2 jobs"),
 ]
@@ -133,8 +134,8 @@ FAULTS: list[tuple[dict[str, str], list[str], str]] = [
 
 @pytest.mark.parametrize(("files", "words", "message"), FAULTS, ids=[message[:30] for _, _, message in FAULTS])
 def test_what_cannot_be_read_is_named(tmp_path: Path, files: dict[str, str], words: list[str], message: str) -> None:
-    (path,) = [write(tmp_path / name, text) for name, text in files.items()]
-    (problem,) = refused(convert, path, wanted=Wanted(words))
+    path = [write(tmp_path / name, text) for name, text in files.items()][-1]
+    (problem,) = refused(convert, path, request=ConversionRequest(words))
     assert message in problem.message
 
 
@@ -148,5 +149,7 @@ def test_jobs_of_other_systems_are_those_of_the_files_that_they_name(tmp_path: P
     write(tmp_path / "conf/job.yaml", "defaults: [base, _self_]\n")
     words = write(tmp_path / "w.txt", "examples/start_rlvr_pipeline.py\n--config_path\nconf\n--config_name\njob\n")
     assert named(words) == named(ROLL[1])
+    changed = convert(words, request=ConversionRequest(["seed=77"]))
+    assert value_of(changed, "train.seed") == 77
     write(tmp_path / "c.toml", COSMOS[0].read_text())
     assert named(write(tmp_path / "c.txt", "cosmos-rl\n--config=c.toml\n")) == named(COSMOS[0])
