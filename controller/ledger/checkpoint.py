@@ -125,15 +125,15 @@ def go_on_changed(table: GroupTable, header: Mapping[str, Any]) -> None:
     """
     params = table.params
     shift = params.staleness_bound - header.get("bound", params.staleness_bound)
-    batched = list(table.in_state(GroupState.BATCHED))
-    if batched and (shift or len(batched) > params.groups_per_step or table.stride.step == table.committed > 0):
+    per_step = header.get("stride", {}).get("per_step", params.groups_per_step)
+    if shift or per_step != params.groups_per_step:
         table.abandon_step()
     for state in (GroupState.LEASED, GroupState.READY):
         for group in list(table.in_state(state)) if shift else ():
             table.move(group, state, deadline=group.deadline + shift)
     give_up_overdue(table)
-    if table.committed < table.total_steps and (not table.exhausted or table.outstanding):
-        table.closed = None  # further steps or passes are wanted
+    if table.first_step < table.total_steps and (not table.exhausted or table.outstanding):
+        table.closed = None  # further steps or passes are asked for
 
 
 def give_up_overdue(table: GroupTable) -> None:
