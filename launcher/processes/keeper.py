@@ -251,17 +251,22 @@ class Keeper:
         return handle
 
     def _spawn(self) -> int:
-        keeper = os.getpid()
+        keeper, numbers = os.getpid(), (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP)
+        # One that comes before the worker has its own way with it would run this process's handler in the worker, and
+        # be lost: it waits.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         pid = os.fork()
         if pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             return pid
         try:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != keeper:
                 os._exit(1)
             os.setpgid(0, 0)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP):
+            for number in numbers:
                 signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             argv = [*self.settings.under, *self.argv]
             environment = {**self._environment, "COSMOS_PARENT_PID": str(keeper)}
             os.execvpe(argv[0], argv, environment)  # noqa: S606
