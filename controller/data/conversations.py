@@ -14,7 +14,7 @@ import json
 from typing import Any
 
 from controller.data.errors import DataError
-from controller.data.values import is_missing, jsonable, without_nulls
+from controller.data.values import is_missing, json_list, jsonable, without_nulls
 
 Message = dict[str, Any]
 
@@ -41,7 +41,7 @@ LOSS_FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "
 
 def read_prompt(value: Any, where: str) -> str | list[Message]:
     """A prompt: text, or messages that end before the assistant's turn."""
-    if isinstance(value, str) and _json_list(value) is None:
+    if isinstance(value, str) and json_list(value, dict) is None:
         return value
     messages = read_messages(value, where)
     if messages and messages[-1]["role"] == "assistant":
@@ -52,7 +52,7 @@ def read_prompt(value: Any, where: str) -> str | list[Message]:
 def read_messages(value: Any, where: str) -> list[Message]:
     """A conversation. Raises `DataError` naming `where` and the turn at fault."""
     if isinstance(value, str):
-        value = _json_list(value)
+        value = json_list(value, dict)
     elif isinstance(value, (list, tuple)):
         value = without_nulls(jsonable(_as_text(value, where)))
     if not isinstance(value, (list, tuple)):
@@ -88,7 +88,7 @@ def with_query(question: Any, query: Any, where: str) -> Any:
             f"{where}: a second text can follow a question that is a text; here the question is "
             f"{type(question).__name__} and the other {type(query).__name__}"
         )
-    if _json_list(question) is not None:
+    if json_list(question, dict) is not None:
         raise DataError(
             f"{where}: a second text can follow a question that is a text; here it is the JSON of messages"
         )
@@ -110,17 +110,6 @@ def has_system(messages: list[Message]) -> bool:
 def as_messages(prompt: str | list[Message]) -> list[Message]:
     """A prompt as messages: a text is the user's."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-
-
-def _json_list(text: str) -> list[Any] | None:
-    """The list of objects that a text is the JSON of, else None: a question may well begin with a bracket."""
-    if not text.lstrip().startswith("["):
-        return None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if value and all(isinstance(turn, dict) for turn in value) else None
 
 
 def read_tools(value: Any, where: str, column: str) -> list[Any] | None:

@@ -32,7 +32,7 @@ from controller.data.rows import (
     value,
     with_columns,
 )
-from controller.data.values import jsonable
+from controller.data.values import json_list, jsonable
 from schema.config import Config, EvaluationConfig
 from schema.util.atomic_file import replacing
 from schema.wire.data_report import DataReport, FileReport
@@ -115,26 +115,13 @@ def _source_of(row: dict[str, Any], section: EvaluationConfig, part: Part, i: in
 
 
 def _responses(written: Any, section: EvaluationConfig, where: str) -> list[str]:
-    if isinstance(written, str) and (several := _json_texts(written)):
-        written = several
-    answers = [written] if isinstance(written, str) else written
+    answers = json_list(written, str) or [written] if isinstance(written, str) else written  # CSV has lists as JSON
     if not isinstance(answers, list) or not answers or not all(isinstance(text, str) for text in answers):
         raise DataError(
             f"{where}: `{section.responses_column_name}` must be a text or a list of texts, "
             f"got {type(written).__name__}"
         )
     return answers
-
-
-def _json_texts(text: str) -> list[str] | None:
-    """The list of texts that a cell is the JSON of, as CSV has lists; None: it is one answer."""
-    if not text.lstrip().startswith("["):
-        return None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, list) and value and all(isinstance(item, str) for item in value) else None
 
 
 def main(argv: list[str] | None = None) -> int:

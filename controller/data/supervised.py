@@ -90,8 +90,8 @@ class ConversationChunks:
         for i, raw in batch:
             where = self._source.where(i)
             with judged(out.report.bad):
-                own = _conversation(config, self._source, i, raw)
-                conversation = put_system(config, own, raw, where, out)
+                written = _conversation(config, self._source, i, raw)
+                conversation = put_system(config, written, raw, where, out)
                 refuse_media(self._part.dataset, self._part.section, raw, conversation, where)
                 messages, unlearnt = without_flags(as_messages(conversation), where)
                 if unlearnt:
@@ -100,7 +100,7 @@ class ConversationChunks:
                 read = {*self._columns, config.sft.system_prompt_column_name}
                 note_not_in_prompt(raw, read, where, out, _OF_PAIRS if config.sft.has_pairs else {})
                 tools = tools_of(config, raw, where, self._shows_tools, out)
-                yield _Talk(i, raw, messages, unlearnt, tools, len(messages) - len(own))
+                yield _Talk(i, raw, messages, unlearnt, tools, len(messages) - len(written))
 
     def _encoded(self, talks: list[_Talk], out: Prepared) -> Iterator[tuple[_Talk, Learnt]]:
         """The conversations with tokens and loss masks; one by one where the template refuses some of them."""

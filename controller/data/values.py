@@ -91,6 +91,17 @@ def _text(value: Any) -> tuple[str | float, str]:
     )
 
 
+def json_list(text: str, kind: type) -> list[Any] | None:
+    """The list of items of this kind that a text is the JSON of, else None: any text may begin with a bracket."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if value and all(isinstance(item, kind) for item in value) else None
+
+
 def without_nulls(value: Any) -> Any:
     """The value without the fields that are null, at every depth.
 

@@ -154,7 +154,10 @@ def script_problem(kind: str, text: str) -> tuple[str, str]:
             f"{kind}, not a configuration",
             f"convert the YAML or TOML that it names, if it names one. {by_hand()}",
         )
-    return f"{kind} of {title}, not a configuration", _script_hint(title, code)
+    hint = _script_hint(title, code)
+    if kind == "a shell script" and title in with_reader:
+        hint = f"`cosmos-launch convert` reads the job that it starts; or {hint}"
+    return f"{kind} of {title}, not a configuration", hint
 
 
 def _script_hint(title: str, code: str) -> str:

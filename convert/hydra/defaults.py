@@ -29,9 +29,9 @@ _GLOBAL, _GROUP, _HERE, _SELF = "_global_", "_group_", "_here_", "_self_"
 class CompositionError(ValueError):
     """The files and words do not fit together. hint: what to do."""
 
-    def __init__(self, message: str, hint: str = "", file: str = "") -> None:
+    def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
-        self.hint, self.file = hint, file
+        self.hint = hint
 
 
 class Files(Protocol):
@@ -39,9 +39,6 @@ class Files(Protocol):
 
     def defaults_of(self, name: str) -> tuple[list[Any], str] | None:
         """The list of defaults of a file and its package header ("" for none); None where the file is not there."""
-
-    def has_group(self, name: str) -> bool:
-        """Whether there is a directory of this name."""
 
     def is_left_out(self, name: str) -> bool:
         """Whether a file that is not there is passed over, since its keys are known otherwise."""
@@ -84,7 +81,7 @@ def ordered(files: Files, primary: str, groups: Sequence[Override]) -> list[Part
     groups: the words that choose, add or remove files. Raises `CompositionError`.
     """
     tree = _Tree(files, _choices(groups))
-    parts = tree.expand(primary, "", "", _GLOBAL, is_primary=True)
+    parts = tree.expand(primary, "", "", is_primary=True)
     tree.check_used()
     return parts
 
@@ -112,11 +109,11 @@ class _Tree:
         self._placed: set[str] = set()
         self._loaded = 0
 
-    def expand(self, name: str, base: str, package: str, header_of: str, is_primary: bool = False) -> list[Part]:
+    def expand(self, name: str, base: str, package: str, is_primary: bool = False) -> list[Part]:
         """The parts of one file: what its list names, and itself. base: its group. package: where it goes."""
         loaded = self.files.defaults_of(name)
         if loaded is None:
-            raise CompositionError(f"the configuration `{name}` is not there", file=header_of)
+            raise CompositionError(f"the configuration `{name}` is not there")
         if name in self._open:
             raise CompositionError(f"`defaults` of {name} leads back to it: {' -> '.join((*self._open, name))}")
         self._loaded += 1
@@ -202,7 +199,7 @@ class _Tree:
             if loaded is None:
                 if entry.is_optional or self.files.is_left_out(file):
                     continue
-                raise CompositionError(f"`defaults` of {name} names `{file}`, which is not there", file=name)
+                raise CompositionError(f"`defaults` of {name} names `{file}`, which is not there")
             if entry.group is not None and not isinstance(entry.choice, list):
                 key = self._key(entry, base, package)
                 if key in self._placed:
@@ -210,8 +207,8 @@ class _Tree:
                     raise CompositionError(message, f"write {key}@ANOTHER_PACKAGE")
                 self._placed.add(key)
             group = posixpath.dirname(path)
-            below = _package(entry.package or ("" if entry.package == "" else None), loaded[1], group, file, package)
-            parts += self.expand(file, posixpath.dirname(file), below, name)
+            below = _package(entry.package, loaded[1], group, file, package)
+            parts += self.expand(file, posixpath.dirname(file), below)
         return parts
 
     def _key(self, entry: _Entry, base: str, package: str) -> str:
@@ -249,8 +246,8 @@ def _package(written: str | None, header: str, group: str, file: str, parent: st
     if written is None and header:
         package = header if header.split(".", maxsplit=1)[0] == _GLOBAL else f"{_GLOBAL}.{header}"
     if written is not None and _GROUP in written:
-        own = posixpath.dirname(file).replace("/", ".")
-        package = f"{_GLOBAL}.{written.replace(_GROUP, own)}"
+        group_package = posixpath.dirname(file).replace("/", ".")
+        package = f"{_GLOBAL}.{written.replace(_GROUP, group_package)}"
     if package == _HERE:
         package = ""
     below = ".".join(filter(None, (parent, package)))

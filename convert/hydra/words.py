@@ -66,8 +66,6 @@ _PACKAGE = rf"(?:{_PART}(?:\.{_PART})+|[A-Za-z_$][A-Za-z0-9_$-]*|)"
 _WORD = re.compile(
     rf"(?P<act>~|\+\+?|)(?P<key>{_ID}(?:/{_ID})+|{_PACKAGE})(?:@(?P<package>{_PACKAGE}))?(?P<rest>=.*)?", re.DOTALL
 )
-KEY_WORD = re.compile(rf"(?:~|\+\+?|)(?:{_ID}(?:/{_ID})+|{_PART}(?:\.{_PART})*)(?:@{_PACKAGE})?(?:=|$)")
-"""The beginning of what may be such a word."""
 
 _INTEGER = r"(?:0|[1-9](?:_?[0-9])*)"
 _POINT = rf"(?:{_INTEGER}?\.[0-9](?:_?[0-9])*|{_INTEGER}\.)"

@@ -86,8 +86,8 @@ class Script:
 
     def asked_by(self, launch: Launch | None) -> dict[str, str]:
         """Values that must be known for one job: what each is, by the name to give it to."""
-        own = self.unknown[self.launches.index(launch)] if launch is not None else {}
-        return {**self.decisive, **own}
+        unknown = self.unknown[self.launches.index(launch)] if launch is not None else {}
+        return {**self.decisive, **unknown}
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:

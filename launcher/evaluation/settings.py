@@ -89,8 +89,8 @@ class Settings:
         changed = self.sampling.changes(validation)
         validation |= changed
         for part in validation["dataset"]["part"]:  # the command line counts for all sets
-            own = self.sampling.changes(part)
-            part |= {name: own[name] if name == "top_k" else None for name in own}
+            changes = self.sampling.changes(part)
+            part |= {name: changes[name] if name == "top_k" else None for name in changes}
         return data
 
 

@@ -1,6 +1,6 @@
 """Datasets at an address: the files that are read, copied to this machine, before anything else looks at them.
 
-    s3://bucket/rows ──listing──▶ view in the cache ──choose──▶ files of the wanted splits ──fetch──▶ copies
+    s3://bucket/rows ──listing──▶ view in the cache ──choose──▶ files of the chosen splits ──fetch──▶ copies
 
 Of a directory only what is read is fetched; of the other files the view has the names. Errors and reports name
 addresses, not places in the cache. Requests that fail for a passing reason are repeated, with pauses, until nothing
@@ -122,15 +122,15 @@ class _RemoteCopies(Located):
         return message.replace(str(self.path), self._address)
 
     def fetch(self, paths: Iterable[Path]) -> None:
-        wanted = [self._files[str(path.relative_to(self._view))] for path in paths if path != self._view]
-        if all(self._is_here(file) for file in wanted):
+        chosen = [self._files[str(path.relative_to(self._view))] for path in paths if path != self._view]
+        if all(self._is_here(file) for file in chosen):
             return
         if self._offline:
-            absent = [file.path for file in wanted if not self._is_here(file)]
+            absent = [file.path for file in chosen if not self._is_here(file)]
             what = absent[0] + (f" and {len(absent) - 1} more of its files" if len(absent) > 1 else "")
             raise DataError(_missing(self._address, self._offline, what, self._cache))
         with self._cache.fetching(self._address, lambda: log.info("%s: another process fetches it", self._address)):
-            missing = [file for file in wanted if not self._is_here(file)]
+            missing = [file for file in chosen if not self._is_here(file)]
             if not missing:
                 return  # another process was first
             n_bytes = sum(file.size for file in missing)

@@ -175,11 +175,11 @@ def _column_problems(
     config: Config, key: str, dataset: DatasetKeys, source: str, columns: Columns
 ) -> Iterator[Problem]:
     has_source = isinstance(dataset, DatasetPart) and bool(dataset.source)
-    wanted = list(_wanted_columns(config, _section_of(key), dataset, has_source=has_source))
+    named_columns = list(_wanted_columns(config, _section_of(key), dataset, has_source=has_source))
     if not isinstance(dataset, DatasetPart) and _section_of(key) != "evaluation.dataset":
         policy = config.train.train_policy
-        wanted += [(f"{_POLICY}.{name}", column, False) for name, column in policy.optional_columns.items()]
-    for column_key, column, is_default in wanted:
+        named_columns += [(f"{_POLICY}.{name}", column, False) for name, column in policy.optional_columns.items()]
+    for column_key, column, is_default in named_columns:
         if columns.has(column):
             continue
         close = closest(column, columns.names())
